@@ -1,0 +1,80 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/view.hpp"
+
+namespace shardq {
+
+/// Collectives over the ranks of a job. One object moves host memory (single process or MPI); on GPUs a second one (NCCL) moves
+/// device memory. Element counts, never bytes by hand. Every rank makes the same calls in the same order.
+///
+/// Failure: any transport error, or a wait longer than the deadline, throws or ends the process; nobody waits for a dead peer.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  /// "single", "mpi" or "nccl".
+  virtual std::string name() const = 0;
+
+  /// In place, element-wise sum over ranks.
+  virtual void all_reduce_sum(float* data, int64_t count) = 0;
+  virtual void all_reduce_sum(double* data, int64_t count) = 0;
+  virtual void all_reduce_sum(int64_t* data, int64_t count) = 0;
+  /// In place: afterwards ranges[rank()] of `data` holds the sum over ranks of that range; the rest is unspecified.
+  /// ranges: one a rank, disjoint, ascending, together [0, count).
+  virtual void reduce_scatter_sum(float* data, std::span<const Range> ranges) = 0;
+  /// In place: every rank contributes ranges[rank()] (in elements of `element_size` bytes) and ends with all.
+  virtual void all_gather(void* data, std::span<const Range> ranges, int64_t element_size) = 0;
+  virtual void broadcast(void* data, int64_t bytes, int root) = 0;
+  virtual void barrier() = 0;
+};
+
+/// Conveniences that need only the interface.
+
+/// Every rank's string, in rank order.
+std::vector<std::string> all_gather_strings(Communicator& comm, const std::string& mine);
+/// Runs `body` on every rank; if any rank throws, ALL ranks throw the Error of the lowest failing rank ("rank R: message"),
+/// with its exit code. A collective, to be used before and around collective phases.
+void agree(Communicator& comm, const std::function<void()>& body);
+/// The logical OR of a flag over the ranks.
+bool any_rank(Communicator& comm, bool flag);
+
+/// Host communicator for a process alone.
+std::unique_ptr<Communicator> make_single_communicator();
+/// Starts MPI (MPI_THREAD_MULTIPLE) and returns its world, or the single one when not launched under MPI or not compiled in.
+/// Throws Error(usage) for N singletons under a launcher that says N > 1 tasks (SLURM_NTASKS / OMPI_COMM_WORLD_SIZE / PMI_SIZE against MPI_Comm_size).
+std::unique_ptr<Communicator> make_host_communicator(int* argc, char*** argv);
+/// Rank among the ranks on this node (0 where alone): chooses the GPU.
+int local_rank(Communicator& host);
+/// NCCL communicator for device memory; the id travels over `host`. Throws Error(internal) when not compiled in.
+/// `stream` is the compute stream (cudaStream_t): collectives are ordered after what it has enqueued, and it after them.
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& host, int device, void* stream);
+/// Ends MPI after a clean run; on a failed one call abort_job instead.
+void finish_communication();
+/// Ends the whole job at once (MPI_Abort with `code`; exit where alone). Never returns.
+[[noreturn]] void abort_job(int code);
+
+/// The watchdog: a thread that ends the job with exit code 87 and a message naming rank, operation and its number, when one
+/// guarded wait lasts longer than `seconds`. 0 turns it off.
+void start_watchdog(int rank, double seconds);
+void stop_watchdog();
+/// Marks a region in which this thread waits for others or for the device. Nested regions are allowed; `name` must outlive it.
+class WatchedWait {
+ public:
+  explicit WatchedWait(const char* name);
+  ~WatchedWait();
+  WatchedWait(const WatchedWait&) = delete;
+  WatchedWait& operator=(const WatchedWait&) = delete;
+
+ private:
+  const char* outer_;
+  int64_t outer_since_;
+};
+
+}  // namespace shardq

@@ -1,0 +1,35 @@
+#pragma once
+#include <chrono>
+#include <map>
+#include <string>
+
+namespace shardq {
+
+/// Wall-clock seconds since construction or reset (steady clock).
+class Stopwatch {
+ public:
+  double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+  void reset() { start_ = std::chrono::steady_clock::now(); }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+/// Seconds by phase name ("read", "forward", "hessian", "reduce", "factor", "loop", "update", "gather", "write", "checkpoint").
+using PhaseSeconds = std::map<std::string, double>;
+
+/// Adds its lifetime to one phase.
+class PhaseTimer {
+ public:
+  PhaseTimer(PhaseSeconds& seconds, std::string phase) : seconds_(seconds), phase_(std::move(phase)) {}
+  ~PhaseTimer() { seconds_[phase_] += watch_.seconds(); }
+  PhaseTimer(const PhaseTimer&) = delete;
+  PhaseTimer& operator=(const PhaseTimer&) = delete;
+
+ private:
+  PhaseSeconds& seconds_;
+  std::string phase_;
+  Stopwatch watch_;
+};
+
+}  // namespace shardq

@@ -1,0 +1,71 @@
+#pragma once
+#include <array>
+#include <span>
+#include <vector>
+
+#include "kernels/backend.hpp"
+#include "model/model_spec.hpp"
+
+namespace shardq {
+
+/// Weights of one decoder layer in backend memory; taps are stacks [count, rows, cols] in the row order of LayerSpec::linears.
+struct LayerWeights {
+  std::array<Tensor, 4> taps;    ///< by Tap; qkv and o are stacks of one; gate_up [count, 2 * intermediate, hidden]: gate rows, then up rows
+  std::array<Tensor, 4> biases;  ///< [rows] or empty (dense taps only)
+  Tensor input_norm, post_attention_norm, q_norm, k_norm, router;
+};
+
+/// A few whole sequences on their way through a layer. The tap state is what the next step needs, nothing else.
+struct ChunkState {
+  std::vector<int64_t> starts;   ///< sequence offsets into rows, sequences + 1 values
+  Tensor hidden;                 ///< [tokens, hidden]: the residual stream
+  Tensor tap;                    ///< input of the tap just reached, kept where recomputing it would be dear (o, down)
+  Tensor order, place, route_weights;   ///< MoE routing of this chunk
+  std::vector<int64_t> offsets;  ///< rows of each expert in the tap input, count + 1 values ({0, tokens} for dense)
+};
+
+/// Input of a tap for one chunk, in expert order for MoE; valid until the next call for this chunk.
+struct TapInput {
+  MatrixView x;                      // [rows, cols]
+  std::vector<int64_t> offsets;      // [count + 1]
+};
+
+/// Walks chunks through one decoder layer, tap by tap, so that the weights of a tap can be replaced between its input being seen and its forward.
+/// Each linear runs once: advance(tap) runs the linears of the PREVIOUS tap with the weights that `weights` holds now, and ends at `tap`'s input.
+/// Source: transformers modeling_{llama,mistral,qwen2,qwen3,mixtral,qwen3_moe}.py.
+class LayerForward {
+ public:
+  LayerForward(Backend& backend, const ModelSpec& spec, const LayerSpec& layer, const LayerWeights& weights, const RopeTable& rope,
+               DType compute);
+
+  /// hidden -> input of q/k/v.
+  TapInput to_qkv(ChunkState& chunk);
+  /// q/k/v, rope, attention -> input of o (kept in chunk.tap).
+  TapInput to_o(ChunkState& chunk);
+  /// o and residual, norm, router -> input of gate/up, gathered by expert (recomputed by the next step, not kept).
+  TapInput to_gate_up(ChunkState& chunk);
+  /// gate/up, SiLU product -> input of down (kept in chunk.tap).
+  TapInput to_down(ChunkState& chunk);
+  /// down, weighted combination, residual: chunk.hidden becomes the next layer's input; everything else is released.
+  void finish(ChunkState& chunk);
+  /// The tap's input by name; calls one of the above.
+  TapInput to(Tap tap, ChunkState& chunk);
+  /// For `experts: all`: the input of down for EVERY token at expert e, from the gate/up input; scratch reused between calls.
+  MatrixView down_input_of_expert(ChunkState& chunk, int64_t expert);
+
+ private:
+  void route(ChunkState& chunk, MatrixView x);
+  Backend& backend_;
+  const ModelSpec& spec_;
+  const LayerSpec& layer_;
+  const LayerWeights& weights_;
+  DType compute_;
+  Tensor cosine_, sine_;
+  Tensor x_, gathered_;   ///< scratch: the last normed and gathered tap input
+  Tensor expert_scratch_, expert_act_;
+};
+
+/// Embedding rows of `ids` from the checkpoint, into backend memory [tokens, hidden] in `compute` dtype.
+Tensor embed(Backend& backend, const Checkpoint& checkpoint, const ModelSpec& spec, std::span<const int32_t> ids, DType compute);
+
+}  // namespace shardq
