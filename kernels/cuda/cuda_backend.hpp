@@ -63,8 +63,9 @@ class CudaBackend final : public Backend {
                     MatrixView target) override;
   void cross_entropy(MatrixView logits, const int32_t* targets_host, double* losses, int32_t* best) override;
 
- private:
   struct State;  // streams, handles, workspaces, pinned staging: cuda_state.hpp
+
+ private:
   std::unique_ptr<State> state_;
 };
 
