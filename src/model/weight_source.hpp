@@ -8,7 +8,8 @@
 
 namespace shardq {
 
-/// Reads the weights of layers from a checkpoint, full-precision or quantized by us (then dequantized bit for bit as the solver used them).
+/// Reads the weights of layers from a checkpoint, full-precision or quantized by us (then dequantized bit for bit as
+/// the solver used them).
 class WeightSource {
  public:
   WeightSource(const Checkpoint& checkpoint, const ModelSpec& spec);
