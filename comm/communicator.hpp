@@ -6,14 +6,16 @@
 #include <string>
 #include <vector>
 
+#include "core/error.hpp"
 #include "core/view.hpp"
 
 namespace shardq {
 
-/// Collectives over the ranks of a job. One object moves host memory (single process or MPI); on GPUs a second one (NCCL) moves
-/// device memory. Element counts, never bytes by hand. Every rank makes the same calls in the same order.
+/// Collectives over the ranks of a job. One object moves host memory (single process or MPI); on GPUs a second one
+/// (NCCL) moves device memory. Element counts, never bytes by hand. Every rank makes the same calls in the same order.
 ///
-/// Failure: any transport error, or a wait longer than the deadline, throws or ends the process; nobody waits for a dead peer.
+/// Failure: any transport error, or a wait longer than the deadline, throws or ends the process; nobody waits for a
+/// dead peer.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -37,34 +39,54 @@ class Communicator {
 
 /// Conveniences that need only the interface.
 
-/// Every rank's string, in rank order.
+/// Every rank's string, in rank order. Like `agree` and `any_rank` it moves host memory: give it the host communicator.
 std::vector<std::string> all_gather_strings(Communicator& comm, const std::string& mine);
-/// Runs `body` on every rank; if any rank throws, ALL ranks throw the Error of the lowest failing rank ("rank R: message"),
-/// with its exit code. A collective, to be used before and around collective phases.
+/// What `agree` throws, on every rank alike: the job may end in order (one voice, finish_communication, the same exit
+/// code), whereas any other Error was thrown on one rank alone and needs abort_job.
+class AgreedError : public Error {
+ public:
+  using Error::Error;
+};
+/// Runs `body` on every rank; if any rank throws, ALL ranks throw the error of the lowest failing rank ("rank R:
+/// message"; the bare message where alone) as an AgreedError with its exit code. A collective, to be used before and
+/// around collective phases. Calls may be nested.
 void agree(Communicator& comm, const std::function<void()>& body);
 /// The logical OR of a flag over the ranks.
 bool any_rank(Communicator& comm, bool flag);
 
 /// Host communicator for a process alone.
 std::unique_ptr<Communicator> make_single_communicator();
-/// Starts MPI (MPI_THREAD_MULTIPLE) and returns its world, or the single one when not launched under MPI or not compiled in.
-/// Throws Error(usage) for N singletons under a launcher that says N > 1 tasks (SLURM_NTASKS / OMPI_COMM_WORLD_SIZE / PMI_SIZE against MPI_Comm_size).
+/// Starts MPI (MPI_THREAD_MULTIPLE) and returns its world, or the single one when not launched under MPI or not
+/// compiled in. Throws Error(usage) for N singletons under a launcher that says N > 1 tasks (SLURM_NTASKS /
+/// OMPI_COMM_WORLD_SIZE / PMI_SIZE against MPI_Comm_size).
 std::unique_ptr<Communicator> make_host_communicator(int* argc, char*** argv);
 /// Rank among the ranks on this node (0 where alone): chooses the GPU.
 int local_rank(Communicator& host);
 /// NCCL communicator for device memory; the id travels over `host`. Throws Error(internal) when not compiled in.
-/// `stream` is the compute stream (cudaStream_t): collectives are ordered after what it has enqueued, and it after them.
+/// `stream` is the compute stream (cudaStream_t): collectives are ordered after what it has enqueued, and it after
+/// them.
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& host, int device, void* stream);
 /// Ends MPI after a clean run; on a failed one call abort_job instead.
 void finish_communication();
 /// Ends the whole job at once (MPI_Abort with `code`; exit where alone). Never returns.
 [[noreturn]] void abort_job(int code);
 
-/// The watchdog: a thread that ends the job with exit code 87 and a message naming rank, operation and its number, when one
-/// guarded wait lasts longer than `seconds`. 0 turns it off.
-void start_watchdog(int rank, double seconds);
+/// The watchdog: a thread that ends the job with exit code 87 and a message naming rank, operation and its number. It
+/// looks only at guarded waits (WatchedWait; every collective is one), and ends the job when such a wait is older than
+///   - `silence_seconds` and a peer's heartbeat has been missing for as long (a stopped or lost process, a dead
+///   network), or
+///   - `seconds`, and no rank of the job has made progress for as long (a deadlock). 0 turns this rule, and with it
+///   all, off.
+/// A slow rank that makes progress is spared, however long others wait for it. Time in which this process itself was
+/// suspended (scontrol suspend, SIGSTOP of the whole job) does not count. Every rank must use the same values.
+void start_watchdog(int rank, double seconds, double silence_seconds = 20);
 void stop_watchdog();
-/// Marks a region in which this thread waits for others or for the device. Nested regions are allowed; `name` must outlive it.
+/// Says that this rank is alive and getting on: call it at least every few seconds of work (a sample, a tap, a module).
+/// Costs one atomic addition. `what` must outlive the process (a literal); it is shown when somebody waits for this
+/// rank in vain.
+void report_progress(const char* what = nullptr);
+/// Marks a region in which this thread waits for others or for the device. Nested regions are allowed; `name` must
+/// outlive it.
 class WatchedWait {
  public:
   explicit WatchedWait(const char* name);
