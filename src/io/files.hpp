@@ -17,7 +17,8 @@ void sync_folder(const std::filesystem::path& folder);
 void rename_durably(const std::filesystem::path& from, const std::filesystem::path& to);
 /// Bytes free for this user on the file system of `path` (nearest existing parent).
 int64_t free_bytes(const std::filesystem::path& path);
-/// 64-bit checksum (XXH3-like quality is not needed; FNV-1a over 8-byte words or CRC-64: the choice is documented in the .cpp).
+/// 64-bit checksum (XXH3-like quality is not needed; FNV-1a over 8-byte words or CRC-64: the choice is documented in
+/// the .cpp).
 uint64_t checksum(const void* data, int64_t bytes);
 
 }  // namespace shardq
