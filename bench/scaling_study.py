@@ -234,8 +234,8 @@ def main():
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
         description = {**machine, "device": arguments.device, "recipe": str(arguments.recipe), "threads": arguments.threads, "set": arguments.set}
         (arguments.output / "phases.json").write_text(json.dumps({**description, "runs": detail}, indent=1) + "\n")
-    draw(rows, arguments.title or f"shardq: {arguments.recipe.stem if arguments.recipe else arguments.from_csv}", arguments.output)
-    print(f"wrote {arguments.output}/runs.csv, scaling.png, scaling.svg")
+    draw(rows, arguments.title or f"shardq: {(arguments.recipe or arguments.from_csv).stem}", arguments.output)
+    print(f"{arguments.output}: " + ", ".join(sorted(path.name for path in arguments.output.iterdir())))
 
 
 if __name__ == "__main__":
