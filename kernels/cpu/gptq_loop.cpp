@@ -1,0 +1,190 @@
+// The sequential part of the solver: columns of a block one after another, rows in parallel.
+//
+// A tile is kLanes rows, transposed to [width][kLanes], so that one vector instruction serves one column of all its
+// rows. Columns go in strips of kStrip. Inside a strip each finished column updates the rest of the strip at once;
+// columns to the right of the strip get its kStrip updates together, with the running sum in a register. For every
+// column the updates still come in ascending order, one fused multiply-add each: the sum is the same, bit for bit, as
+// that of the plain double loop, and of any other split.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "core/error.hpp"
+#include "kernels/cpu/convert.hpp"
+#include "kernels/cpu/cpu_backend.hpp"
+#include "kernels/cpu/lanes.hpp"
+
+namespace shardq {
+namespace {
+
+using cpu::kLanes;
+constexpr int64_t kStrip = 8;
+
+/// One thread's copy of a tile; arrays are [width][kLanes].
+struct Tile {
+  explicit Tile(int64_t width) : shifted(width * kLanes), weight(width * kLanes), residual(width * kLanes) {}
+  std::vector<float> shifted, weight, residual;
+  float scale[kLanes], zero[kLanes], loss[kLanes];
+};
+
+/// Where a tile lies: matrix, first row, rows in use. Lanes beyond `rows` repeat the last row and are never written
+/// back.
+struct TilePlace {
+  int64_t matrix, row, rows;
+  int64_t row_of(int lane) const { return row + std::min<int64_t>(lane, rows - 1); }
+};
+
+void load_tile(const GptqBlock& b, const TilePlace& at, Tile& tile) {
+  const int64_t width = b.shifted.cols, cols = b.weight.cols;
+  const int32_t* order = b.order ? b.order + at.matrix * cols : nullptr;
+  const MatrixView shifted = b.shifted[at.matrix], weight = b.weight[at.matrix];
+  cpu::with_type(weight.dtype, [&]<class T>(T*) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float* p = shifted.as<float>() + at.row_of(lane) * shifted.stride;
+      const T* w = weight.as<T>() + at.row_of(lane) * weight.stride;
+      for (int64_t j = 0; j < width; ++j) {
+        const int64_t column = order ? order[b.begin + j] : b.begin + j;
+        tile.shifted[j * kLanes + lane] = p[j];
+        tile.weight[j * kLanes + lane] = to_float(w[column]);
+      }
+    }
+  });
+}
+
+void load_scales(const GptqBlock& b, const TilePlace& at, int64_t group, Tile& tile) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int64_t index = (at.matrix * b.weight.rows + at.row_of(lane)) * b.groups + group;
+    tile.scale[lane] = b.scales[index];
+    tile.zero[lane] = b.zeros ? static_cast<float>(b.zeros[index]) : 0.0f;
+  }
+}
+
+/// Quantizes column j of the tile: codes out, residual and loss into the tile.
+template <DType kScale>
+void quantize_column(const GptqBlock& b, const TilePlace& at, int64_t j, int64_t column, Tile& tile) {
+  const float pivot = b.pivots[at.matrix * b.weight.cols + b.begin + j], weight_of_error = pivot * pivot;
+  const cpu::CodeRange range = cpu::code_range(b.grid);
+  const float *p = &tile.shifted[j * kLanes], *w = &tile.weight[j * kLanes];
+  float* d = &tile.residual[j * kLanes];
+  int32_t code[kLanes];
+#pragma omp simd
+  for (int i = 0; i < kLanes; ++i) {
+    float q;
+    cpu::quantize_lane<kScale>(p[i], tile.scale[i], tile.zero[i], range, code[i], q);
+    d[i] = w[i] - q;
+    const float error = p[i] - q;
+    tile.loss[i] = std::fma(error * error, weight_of_error, tile.loss[i]);
+  }
+  int8_t* out = b.codes + (at.matrix * b.weight.rows + at.row) * b.weight.cols + column;
+  for (int64_t i = 0; i < at.rows; ++i) out[i * b.weight.cols] = static_cast<int8_t>(code[i]);
+}
+
+/// shifted_k += D_j T(j, k) for j in [from, to) ascending; `t` points at T(from, k).
+void update_column(const float* residual, const float* t, int64_t count, float* shifted) {
+  if (count == kStrip) {
+    float factor[kStrip];
+    for (int64_t s = 0; s < kStrip; ++s) factor[s] = t[s];
+#pragma omp simd
+    for (int i = 0; i < kLanes; ++i) {
+      float sum = shifted[i];
+#pragma GCC unroll 8
+      for (int64_t s = 0; s < kStrip; ++s) sum = std::fma(residual[s * kLanes + i], factor[s], sum);
+      shifted[i] = sum;
+    }
+    return;
+  }
+  for (int64_t s = 0; s < count; ++s) {
+    const float factor = t[s];
+#pragma omp simd
+    for (int i = 0; i < kLanes; ++i) shifted[i] = std::fma(residual[s * kLanes + i], factor, shifted[i]);
+  }
+}
+
+template <DType kScale>
+void solve_tile(const GptqBlock& b, const TilePlace& at, Tile& tile) {
+  const int64_t width = b.shifted.cols, cols = b.weight.cols;
+  const MatrixView factor = b.factor[at.matrix];
+  const int32_t* order = b.order ? b.order + at.matrix * cols : nullptr;
+  const auto t_row = [&](int64_t k, int64_t j) {
+    return factor.as<float>() + (b.begin + k) * factor.stride + b.begin + j;
+  };
+  load_tile(b, at, tile);
+  std::fill(tile.loss, tile.loss + kLanes, 0.0f);
+  int64_t group = -1;
+  for (int64_t strip = 0; strip < width; strip += kStrip) {
+    const int64_t end = std::min(strip + kStrip, width);
+    for (int64_t j = strip; j < end; ++j) {
+      const int64_t column = order ? order[b.begin + j] : b.begin + j;
+      if (column / b.group_size != group) load_scales(b, at, group = column / b.group_size, tile);
+      quantize_column<kScale>(b, at, j, column, tile);
+      for (int64_t k = j + 1; k < end; ++k)
+        update_column(&tile.residual[j * kLanes], t_row(k, j), 1, &tile.shifted[k * kLanes]);
+    }
+    for (int64_t k = end; k < width; ++k)
+      update_column(&tile.residual[strip * kLanes], t_row(k, strip), end - strip, &tile.shifted[k * kLanes]);
+  }
+}
+
+void store_tile(const GptqBlock& b, const TilePlace& at, const Tile& tile) {
+  const int64_t width = b.shifted.cols;
+  const MatrixView residual = b.residual[at.matrix];
+  for (int64_t i = 0; i < at.rows; ++i) {
+    float* d = residual.as<float>() + (at.row + i) * residual.stride + b.begin;
+    for (int64_t j = 0; j < width; ++j) d[j] = tile.residual[j * kLanes + i];
+    b.losses[at.matrix * b.weight.rows + at.row + i] += tile.loss[i];
+  }
+}
+
+}  // namespace
+
+void CpuBackend::gptq_block(const GptqBlock& b) {
+  const int64_t count = b.weight.count, rows = b.weight.rows, cols = b.weight.cols, width = b.shifted.cols;
+  SHARDQ_CHECK(b.shifted.count == count && b.shifted.rows == rows && b.begin >= 0 && b.begin + width <= cols &&
+                   b.factor.count == count && b.factor.rows == cols && b.factor.cols == cols &&
+                   b.residual.count == count && b.residual.rows == rows && b.residual.cols == cols,
+               ExitCode::internal,
+               "gptq_block: columns {} + {} of weights [{}, {}, {}], shifted [{}, {}], factor [{}, {}, {}], residual "
+               "[{}, {}, {}]",
+               b.begin, width, count, rows, cols, b.shifted.count, b.shifted.rows, b.factor.count, b.factor.rows,
+               b.factor.cols, b.residual.count, b.residual.rows, b.residual.cols);
+  SHARDQ_CHECK(b.group_size > 0 && b.groups * b.group_size >= cols, ExitCode::internal,
+               "gptq_block: {} groups of {} for {} columns", b.groups, b.group_size, cols);
+  if (count == 0 || rows == 0 || width == 0) return;
+  const int64_t tiles = (rows + kLanes - 1) / kLanes;
+#pragma omp parallel
+  {
+    Tile tile(width);
+#pragma omp for collapse(2) schedule(static)
+    for (int64_t e = 0; e < count; ++e)
+      for (int64_t i = 0; i < tiles; ++i) {
+        const TilePlace at{e, i * kLanes, std::min<int64_t>(kLanes, rows - i * kLanes)};
+        cpu::with_scale_dtype(b.grid.scale_dtype, [&]<DType kScale>() { solve_tile<kScale>(b, at, tile); });
+        store_tile(b, at, tile);
+      }
+  }
+}
+
+void CpuBackend::load_columns(StackView weight, const int32_t* order, int64_t begin, StackView target) {
+  SHARDQ_CHECK(weight.count == target.count && weight.rows == target.rows && begin >= 0 &&
+                   begin + target.cols <= weight.cols && target.dtype == DType::f32,
+               ExitCode::internal, "load_columns: columns {} + {} of [{}, {}, {}] into [{}, {}, {}]", begin,
+               target.cols, weight.count, weight.rows, weight.cols, target.count, target.rows, target.cols);
+  cpu::with_type(weight.dtype, [&]<class T>(T*) {
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t e = 0; e < weight.count; ++e)
+      for (int64_t r = 0; r < weight.rows; ++r) {
+        const T* w = weight.as<T>() + e * weight.matrix_stride + r * weight.stride;
+        float* out = target.as<float>() + e * target.matrix_stride + r * target.stride;
+        if (!order) {
+          cpu::widen(w + begin, out, target.cols);
+          continue;
+        }
+        const int32_t* column = order + e * weight.cols + begin;
+        for (int64_t j = 0; j < target.cols; ++j) out[j] = to_float(w[column[j]]);
+      }
+  });
+}
+
+}  // namespace shardq

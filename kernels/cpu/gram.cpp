@@ -1,0 +1,134 @@
+// Sums of x x^T and the arithmetic on their lower triangles.
+#include <cblas.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/cpu/convert.hpp"
+#include "kernels/cpu/cpu_backend.hpp"
+#include "kernels/cpu/work_split.hpp"
+
+namespace shardq {
+namespace {
+
+constexpr int64_t kChunkFloats = int64_t{1} << 21;  // 8 MiB of widened tokens
+/// Tokens a chunk: each chunk reads and writes the whole triangle, so not too few.
+int64_t chunk_rows(int64_t cols, int64_t rows) {
+  return std::min(rows, std::clamp<int64_t>(kChunkFloats / std::max<int64_t>(cols, 1), 512, 4096));
+}
+
+void check_square(StackView h, const char* where) {
+  SHARDQ_CHECK(h.rows == h.cols && h.dtype == DType::f32, ExitCode::internal,
+               "{}: expected a stack of square f32 matrices, found [{}, {}, {}] {}", where, h.count, h.rows, h.cols,
+               safetensors_name(h.dtype));
+}
+
+/// body(row of the whole stack's lower triangles: matrix, row) in parallel.
+template <class Body>
+void for_each_row(StackView h, Body&& body) {
+#pragma omp parallel for collapse(2) schedule(dynamic, 16)
+  for (int64_t e = 0; e < h.count; ++e)
+    for (int64_t r = 0; r < h.rows; ++r) body(e, r);
+}
+
+float* row_of(StackView h, int64_t e, int64_t r) {
+  return h.as<float>() + e * h.matrix_stride + r * h.stride;
+}
+
+}  // namespace
+
+void CpuBackend::accumulate_gram(MatrixView x, StackView h, std::span<const int64_t> offsets) {
+  check_square(h, "accumulate_gram");
+  SHARDQ_CHECK(static_cast<int64_t>(offsets.size()) == h.count + 1 && x.cols == h.cols, ExitCode::internal,
+               "accumulate_gram: x has {} columns and h [{}, {}, {}], with {} offsets", x.cols, h.count, h.rows, h.cols,
+               offsets.size());
+  SHARDQ_CHECK(offsets.front() >= 0 && offsets.back() <= x.rows, ExitCode::internal,
+               "accumulate_gram: offsets [{}, {}) outside {} rows", offsets.front(), offsets.back(), x.rows);
+  if (h.cols == 0) return;
+  const int n = static_cast<int>(h.cols);
+  cpu::for_each_expert(offsets, scratch_threads(), [&](int64_t e, int thread) {
+    const int64_t begin = offsets[e], end = offsets[e + 1], step = chunk_rows(x.cols, end - begin);
+    for (int64_t t = begin; t < end; t += step) {
+      const int64_t rows = std::min(step, end - t);
+      const float* data = nullptr;
+      int64_t stride = x.cols;
+      if (x.dtype == DType::f32) {
+        data = x.as<float>() + t * x.stride;
+        stride = x.stride;
+      } else {
+        float* buffer = scratch(thread * kScratchKinds, step * x.cols);
+        cpu::with_type(x.dtype, [&]<class T>(T*) {
+#pragma omp parallel for schedule(static) if (rows * x.cols > 32768)
+          for (int64_t r = 0; r < rows; ++r) cpu::widen(x.as<T>() + (t + r) * x.stride, buffer + r * x.cols, x.cols);
+        });
+        data = buffer;
+      }
+      cblas_ssyrk(CblasRowMajor, CblasLower, CblasTrans, n, static_cast<int>(rows), 1.0f, data,
+                  static_cast<int>(stride), 1.0f, h[e].as<float>(), static_cast<int>(h.stride));
+    }
+  });
+}
+
+void CpuBackend::scale_and_blend(StackView h, std::span<const float> own, std::span<const float> shared,
+                                 MatrixView pool) {
+  check_square(h, "scale_and_blend");
+  const bool blend = pool.data != nullptr;
+  SHARDQ_CHECK(
+      static_cast<int64_t>(own.size()) == h.count && (!blend || static_cast<int64_t>(shared.size()) == h.count),
+      ExitCode::internal, "scale_and_blend: {} matrices, {} and {} factors", h.count, own.size(), shared.size());
+  SHARDQ_CHECK(!blend || (pool.rows == h.rows && pool.cols == h.cols), ExitCode::internal,
+               "scale_and_blend: pool [{}, {}] for matrices [{}, {}]", pool.rows, pool.cols, h.rows, h.cols);
+  for_each_row(h, [&](int64_t e, int64_t r) {
+    float* row = row_of(h, e, r);
+    const float a = own[e];
+    if (!blend) {
+#pragma omp simd
+      for (int64_t c = 0; c <= r; ++c) row[c] *= a;
+      return;
+    }
+    const float b = shared[e];
+    const float* common = pool.as<float>() + r * pool.stride;
+#pragma omp simd
+    for (int64_t c = 0; c <= r; ++c) row[c] = a * row[c] + b * common[c];
+  });
+}
+
+void CpuBackend::sum_stack(StackView h, MatrixView pool) {
+  check_square(h, "sum_stack");
+  SHARDQ_CHECK(pool.rows == h.rows && pool.cols == h.cols && pool.dtype == DType::f32, ExitCode::internal,
+               "sum_stack: pool [{}, {}] for matrices [{}, {}]", pool.rows, pool.cols, h.rows, h.cols);
+#pragma omp parallel for schedule(dynamic, 16)
+  for (int64_t r = 0; r < pool.rows; ++r) {
+    float* sum = pool.as<float>() + r * pool.stride;
+    for (int64_t e = 0; e < h.count; ++e) {
+      const float* row = row_of(h, e, r);
+#pragma omp simd
+      for (int64_t c = 0; c <= r; ++c) sum[c] += row[c];
+    }
+  }
+}
+
+void CpuBackend::diagonals(StackView h, float* host) {
+  check_square(h, "diagonals");
+  for (int64_t e = 0; e < h.count; ++e)
+    for (int64_t r = 0; r < h.rows; ++r) host[e * h.rows + r] = row_of(h, e, r)[r];
+}
+
+void CpuBackend::pack_lower(StackView h, float* packed) {
+  check_square(h, "pack_lower");
+  const int64_t size = h.rows * (h.rows + 1) / 2;
+  for_each_row(h, [&](int64_t e, int64_t r) {
+    std::memcpy(packed + e * size + r * (r + 1) / 2, row_of(h, e, r), static_cast<size_t>(r + 1) * sizeof(float));
+  });
+}
+
+void CpuBackend::unpack_lower(const float* packed, StackView h) {
+  check_square(h, "unpack_lower");
+  const int64_t size = h.rows * (h.rows + 1) / 2;
+  for_each_row(h, [&](int64_t e, int64_t r) {
+    std::memcpy(row_of(h, e, r), packed + e * size + r * (r + 1) / 2, static_cast<size_t>(r + 1) * sizeof(float));
+  });
+}
+
+}  // namespace shardq
