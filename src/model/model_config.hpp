@@ -17,4 +17,7 @@ struct ModelConfig {
 /// Errors: Error(input) naming `where` and the key.
 ModelConfig parse_model_config(const std::string& text, const std::string& where);
 
+/// Fills spec.other_linears, under the names that the output will have.
+void list_other_linears(ModelSpec& spec);
+
 }  // namespace shardq
