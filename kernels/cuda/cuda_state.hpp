@@ -25,8 +25,7 @@ struct CudaBackend::State {
     cusolverDnHandle_t solver = nullptr;
   };
   static constexpr int kSides = 16;
-  static constexpr int64_t kStagingBytes = 8 << 20;
-  static constexpr int kStagingSlots = 4;
+  static constexpr int64_t kRingBytes = 64 << 20;
 
   explicit State(int device);
   ~State();
@@ -50,6 +49,7 @@ struct CudaBackend::State {
 
   int device = 0;
   std::string name;
+  int compute_capability = 0;  ///< 90 for 9.0
   int multiprocessors = 0;
   int64_t shared_memory_per_block = 0;  ///< opt-in limit
   cudaMemPool_t pool = nullptr;
@@ -61,14 +61,22 @@ struct CudaBackend::State {
 
  private:
   friend class CudaBackend;
-  struct Slot {
-    char* pinned = nullptr;
+  /// A stretch of the pinned ring, free again once `consumed` has happened.
+  struct Segment {
+    int64_t begin = 0, bytes = 0;
     cudaEvent_t consumed = nullptr;
   };
+  /// `bytes` of the ring at its head, waiting for old segments where they are in the way; ring_used() then marks them
+  /// as in use by what was just enqueued on the compute stream. Both under upload_mutex_.
+  char* ring_space(int64_t bytes);
+  void ring_used(int64_t bytes);
+
   std::array<Side, kSides> sides_;
   cudaEvent_t fork_event_ = nullptr, prefetch_event_ = nullptr, compute_event_ = nullptr;
-  std::array<Slot, kStagingSlots> staging_;
-  int next_slot_ = 0;
+  char* ring_ = nullptr;
+  int64_t ring_head_ = 0;
+  std::deque<Segment> segments_;
+  std::vector<cudaEvent_t> free_events_;
   std::mutex upload_mutex_, host_mutex_, prefetch_mutex_;
   std::multimap<int64_t, void*> free_host_;  // bytes -> block, kept because page-locking costs about a second a few GB
   std::map<void*, int64_t> host_blocks_;     // every block from allocate_host and its bytes
