@@ -216,7 +216,10 @@ void start_watchdog(int rank, double seconds, double silence_seconds) {
   const auto deadline = static_cast<int64_t>(seconds * 1000);
   const auto silence =
       silence_seconds > 0 ? std::min(deadline, static_cast<int64_t>(silence_seconds * 1000)) : deadline;
-  state().stop = false;
+  {
+    std::lock_guard lock(state().mutex);
+    state().stop = false;
+  }
   state().thread = std::thread(watch, rank, deadline, silence);
 }
 
@@ -238,7 +241,7 @@ WatchedWait::WatchedWait(const char* name) {
   WaitSlot& slot = this_thread_slot();
   outer_ = slot.name.load();
   outer_since_ = slot.since.load();
-  slot.since = watched_milliseconds();
+  if (!outer_) slot.since = watched_milliseconds();  // within another region that one's time goes on
   slot.name = name;
 }
 
