@@ -73,20 +73,17 @@ void finish_communication();
 
 /// The watchdog: a thread that ends the job with exit code 87 and a message naming rank, operation and its number. It
 /// looks only at guarded waits (WatchedWait; every collective is one), and ends the job when such a wait is older than
-///   - `silence_seconds` and a peer's heartbeat has been missing for as long (a stopped or lost process, a dead
-///   network), or
-///   - `seconds`, and no rank of the job has made progress for as long (a deadlock). 0 turns this rule, and with it
-///   all, off.
+///   - `silence_seconds`, and a peer's heartbeat has been missing for as long (stopped, lost, network gone), or
+///   - `seconds`, and no rank of the job has made progress for as long (a deadlock). 0: no watchdog at all.
 /// A slow rank that makes progress is spared, however long others wait for it. Time in which this process itself was
 /// suspended (scontrol suspend, SIGSTOP of the whole job) does not count. Every rank must use the same values.
 void start_watchdog(int rank, double seconds, double silence_seconds = 20);
 void stop_watchdog();
 /// Says that this rank is alive and getting on: call it at least every few seconds of work (a sample, a tap, a module).
-/// Costs one atomic addition. `what` must outlive the process (a literal); it is shown when somebody waits for this
-/// rank in vain.
+/// Costs one atomic addition. `what` must be a literal; it is shown when others wait for this rank in vain.
 void report_progress(const char* what = nullptr);
-/// Marks a region in which this thread waits for others or for the device. Nested regions are allowed; `name` must
-/// outlive it.
+/// Marks a region in which this thread waits for others or for the device. Nested regions are allowed: the name shown
+/// is the innermost one's, the time the outermost one's. `name` must be a literal.
 class WatchedWait {
  public:
   explicit WatchedWait(const char* name);
