@@ -6,7 +6,7 @@ namespace shardq {
 
 /// e^x in float, without branches or calls, so that loops over it become vector code (the C library's expf is called
 /// element by element). Method: x = n ln2 + r with |r| <= ln2 / 2, the Taylor polynomial of e^r to degree 7 (remainder
-/// below 2e-9), then 2^n put into the exponent bits. Below -87 the result is 0 instead of a subnormal; above 88 it
+/// below 6e-9), then 2^n put into the exponent bits. Below -87 the result is 0 instead of a subnormal; above 88 it
 /// stays at e^88. Relative error below 3e-7. NaN gives NaN.
 inline float exponential(float x) {
   const float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
