@@ -17,11 +17,12 @@ namespace shardq {
 ///
 /// All compute is ordered by `compute`; operations that spread over side streams fork from it and join it again.
 struct CudaBackend::State {
-  /// A stream with library handles of its own, for independent pieces of one operation.
+  /// A stream with library handles of its own (made at first use), for independent pieces of one operation.
   struct Side {
     cudaStream_t stream = nullptr;
     cudaEvent_t done = nullptr;
     cublasHandle_t blas = nullptr;
+    void* blas_workspace = nullptr;
     cusolverDnHandle_t solver = nullptr;
   };
   static constexpr int kSides = 16;
@@ -45,6 +46,8 @@ struct CudaBackend::State {
   void fork(int count);
   void join(int count);
   Side& side(int index);
+  cublasHandle_t side_blas(int index);
+  cusolverDnHandle_t side_solver(int index);
   int64_t free_bytes() const;  ///< what allocate() can still hand out
 
   int device = 0;

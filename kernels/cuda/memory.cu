@@ -94,6 +94,7 @@ CudaBackend::State::~State() {
   if (blas_lt) cublasLtDestroy(blas_lt);
   for (Side& side : sides_) {
     if (side.blas) cublasDestroy(side.blas);
+    if (side.blas_workspace) cudaFreeAsync(side.blas_workspace, compute);
     if (side.solver) cusolverDnDestroy(side.solver);
     if (side.done) cudaEventDestroy(side.done);
     if (side.stream) cudaStreamDestroy(side.stream);
@@ -245,11 +246,31 @@ CudaBackend::State::Side& CudaBackend::State::side(int index) {
   if (!side.stream) {
     SHARDQ_CUDA(cudaStreamCreateWithFlags(&side.stream, cudaStreamNonBlocking));
     SHARDQ_CUDA(cudaEventCreateWithFlags(&side.done, cudaEventDisableTiming));
-    side.blas = make_blas(side.stream);
-    SHARDQ_CUSOLVER(cusolverDnCreate(&side.solver));
-    SHARDQ_CUSOLVER(cusolverDnSetStream(side.solver, side.stream));
   }
   return side;
+}
+
+cublasHandle_t CudaBackend::State::side_blas(int index) {
+  Side& own = side(index);
+  if (!own.blas) {
+    constexpr int64_t kBytes = int64_t{16} << 20;
+    own.blas = make_blas(own.stream);
+    own.blas_workspace = allocate(kBytes, "cuBLAS workspace of a side stream");
+    SHARDQ_CUBLAS(cublasSetWorkspace(own.blas, own.blas_workspace, static_cast<size_t>(kBytes)));
+    // The allocation is ordered on the compute stream only.
+    SHARDQ_CUDA(cudaEventRecord(own.done, compute));
+    SHARDQ_CUDA(cudaStreamWaitEvent(own.stream, own.done, 0));
+  }
+  return own.blas;
+}
+
+cusolverDnHandle_t CudaBackend::State::side_solver(int index) {
+  Side& own = side(index);
+  if (!own.solver) {
+    SHARDQ_CUSOLVER(cusolverDnCreate(&own.solver));
+    SHARDQ_CUSOLVER(cusolverDnSetStream(own.solver, own.stream));
+  }
+  return own.solver;
 }
 
 void CudaBackend::State::fork(int count) {

@@ -1,0 +1,72 @@
+// Sums of x^T x, lower triangle, by cuBLAS.
+//
+// The lower triangle of a row-major h is the upper one of a column-major matrix. It is covered by panels of columns,
+// each a plain GEMM from the panel's first row down: the finer the panels, the less of the upper triangle is computed
+// for nothing, and the smaller each GEMM. Products of bf16 (or f16) are exact in fp32. Tensor cores cut off the low
+// bits of every partial sum, which makes long sums of positive terms (the diagonal) too small by about tokens * 2^-30,
+// so at most kChainRows tokens go through one accumulator; the rest is added in ordinary fp32.
+#include <algorithm>
+
+#include "kernels/cuda/cuda_state.hpp"
+
+namespace shardq {
+namespace {
+
+constexpr int64_t kChainRows = 4096;
+constexpr int64_t kPanel = 512;
+constexpr int kStreams = 8;
+
+/// Width of panels for matrices of n columns: about kPanel, equal, and a multiple of a tensor-core tile.
+int64_t panel_width(int64_t n) {
+  if (n <= kPanel) return std::max<int64_t>(n, 1);
+  const int64_t panels = ceil_div(n, kPanel);
+  return ceil_div(ceil_div(n, panels), 64) * 64;
+}
+
+/// h[begin.., begin..end) += x[:, begin..]^T x[:, begin..end) for a panel of columns.
+void accumulate_panel(cublasHandle_t blas, MatrixView x, MatrixView h, int64_t begin, int64_t end) {
+  const cudaDataType_t type = x.dtype == DType::bf16 ? CUDA_R_16BF : x.dtype == DType::f16 ? CUDA_R_16F : CUDA_R_32F;
+  const float one = 1.0f;
+  const int64_t size = size_of(x.dtype);
+  for (int64_t t = 0; t < x.rows; t += kChainRows) {
+    const int64_t rows = std::min(kChainRows, x.rows - t);
+    const char* data = x.bytes() + t * x.stride * size + begin * size;
+    // Column-major: c [panel, n - begin] = (panel of x^T) (rest of x), leading dimension h.stride.
+    SHARDQ_CUBLAS(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_T, static_cast<int>(end - begin),
+                               static_cast<int>(h.rows - begin), static_cast<int>(rows), &one, data, type,
+                               static_cast<int>(x.stride), data, type, static_cast<int>(x.stride), &one,
+                               h.as<float>() + begin * h.stride + begin, CUDA_R_32F, static_cast<int>(h.stride),
+                               CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+  }
+}
+
+}  // namespace
+
+void CudaBackend::accumulate_gram(MatrixView x, StackView h, std::span<const int64_t> offsets) {
+  SHARDQ_CHECK(h.rows == h.cols && h.dtype == DType::f32, ExitCode::internal,
+               "accumulate_gram: expected a stack of square f32 matrices, found [{}, {}, {}] {}", h.count, h.rows,
+               h.cols, safetensors_name(h.dtype));
+  SHARDQ_CHECK(static_cast<int64_t>(offsets.size()) == h.count + 1 && x.cols == h.cols, ExitCode::internal,
+               "accumulate_gram: x has {} columns and h [{}, {}, {}], with {} offsets", x.cols, h.count, h.rows, h.cols,
+               offsets.size());
+  SHARDQ_CHECK(offsets.front() >= 0 && offsets.back() <= x.rows && std::is_sorted(offsets.begin(), offsets.end()),
+               ExitCode::internal, "accumulate_gram: offsets [{}, {}) outside {} rows, or not ascending",
+               offsets.front(), offsets.back(), x.rows);
+  SHARDQ_CHECK(x.dtype == DType::bf16 || x.dtype == DType::f16 || x.dtype == DType::f32, ExitCode::internal,
+               "accumulate_gram: expected bf16, f16 or f32, found {}", safetensors_name(x.dtype));
+  if (h.count == 0 || h.cols == 0 || offsets.back() == offsets.front()) return;
+  state_->use();
+  const int64_t n = h.cols, width = panel_width(n), panels = ceil_div(n, width);
+  const int streams = static_cast<int>(std::min<int64_t>(kStreams, h.count > 1 ? h.count : panels));
+  state_->fork(streams);
+  // A stack is spread by expert, one matrix by panel: sums into one place stay on one stream, in order.
+  for (int64_t e = 0; e < h.count; ++e) {
+    if (offsets[e + 1] == offsets[e]) continue;
+    for (int64_t p = 0; p < panels; ++p)
+      accumulate_panel(state_->side_blas(static_cast<int>((h.count > 1 ? e : p) % streams)),
+                       x.row_range(offsets[e], offsets[e + 1]), h[e], p * width, std::min((p + 1) * width, n));
+  }
+  state_->join(streams);
+}
+
+}  // namespace shardq
