@@ -122,12 +122,15 @@ std::string compressed_tensors_config(const std::string& source_config_text, con
                                       const std::vector<std::string>& ignore) {
   json config = parse_config(source_config_text);
   json sections = json::object();
+  // Readers take groups in the order of the file, which is sorted by name: pad the numbers where they would sort
+  // otherwise.
+  const size_t digits = std::to_string(groups.empty() ? 0 : groups.size() - 1).size();
   for (size_t i = 0; i < groups.size(); ++i)
-    sections[fmt::format("group_{}", i)] = {{"format", kFormat},
-                                            {"input_activations", nullptr},
-                                            {"output_activations", nullptr},
-                                            {"targets", groups[i].targets},
-                                            {"weights", weights_section(groups[i])}};
+    sections[fmt::format("group_{:0{}}", i, digits)] = {{"format", kFormat},
+                                                        {"input_activations", nullptr},
+                                                        {"output_activations", nullptr},
+                                                        {"targets", groups[i].targets},
+                                                        {"weights", weights_section(groups[i])}};
   config["quantization_config"] = {{"config_groups", std::move(sections)}, {"format", kFormat},
                                    {"global_compression_ratio", nullptr},  {"ignore", ignore},
                                    {"kv_cache_scheme", nullptr},           {"quant_method", "compressed-tensors"},
