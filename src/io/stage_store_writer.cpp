@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 #include "core/error.hpp"
 #include "core/fault_point.hpp"
@@ -193,8 +194,10 @@ WrittenPart write_arrays(const fs::path& path, std::vector<StageArray>& arrays, 
 WrittenPart write_stage_file(const fs::path& path, std::vector<StageArray> arrays, std::atomic<int64_t>& bytes_written,
                              const std::atomic<bool>& cancelled) {
   int64_t bytes = 0;
+  std::set<std::string> names;
   for (const StageArray& array : arrays) {
     check_array(array);
+    SHARDQ_CHECK(names.insert(array.name).second, ExitCode::internal, "stage array {} was put twice", array.name);
     bytes += static_cast<int64_t>(array.data.size());
   }
   const int64_t available = free_bytes(path.parent_path());
