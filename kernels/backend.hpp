@@ -88,7 +88,7 @@ class Backend {
   virtual void accumulate_gram(MatrixView x, StackView h, std::span<const int64_t> offsets) = 0;
   /// h[e] = own[e] * h[e] + shared[e] * pool, lower triangles; pool may be an empty view.  own, shared: host, one value a matrix.
   virtual void scale_and_blend(StackView h, std::span<const float> own, std::span<const float> shared, MatrixView pool) = 0;
-  /// pool = sum over e of h[e] (lower triangle).
+  /// pool += sum over e of h[e] (lower triangle), in the order of e, so that splitting a stack changes nothing.
   virtual void sum_stack(StackView h, MatrixView pool) = 0;
   /// Diagonals to host [count * n]; complete on return.
   virtual void diagonals(StackView h, float* host) = 0;

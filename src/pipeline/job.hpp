@@ -1,0 +1,40 @@
+#pragma once
+#include <string>
+#include <vector>
+
+#include "comm/communicator.hpp"
+#include "core/timer.hpp"
+#include "io/checkpoint.hpp"
+#include "io/token_set.hpp"
+#include "kernels/backend.hpp"
+#include "model/model_spec.hpp"
+#include "pipeline/recipe.hpp"
+#include "pipeline/targets.hpp"
+
+namespace shardq {
+
+/// What every part of a quantization run works with. References outlive the run.
+struct Job {
+  Recipe recipe;
+  Backend& backend;
+  Communicator& host;    ///< host memory: control, counts, losses
+  Communicator& device;  ///< memory of `backend`: Hessians and codes (the same object on the CPU)
+  const Checkpoint& checkpoint;
+  const ModelSpec& spec;
+  const TokenSet& tokens;
+  Selection selection;
+  DType compute = DType::bf16;
+  std::vector<Range> shares;  ///< samples of each rank, contiguous, in rank order
+  int64_t chunk_tokens = 8192;
+  int64_t most_chunks = 0;  ///< chunks of the rank that has most: every rank makes as many safe points
+  PhaseSeconds seconds;     ///< of this rank
+
+  Range my_samples() const { return shares[host.rank()]; }
+};
+
+/// Contiguous shares of samples with balanced token counts: every sample exactly once; equal lengths give part(count,
+/// ranks, rank). Contiguous, so that the hidden states of a rank are one range of rows and any other number of ranks
+/// can take them over.
+std::vector<Range> balanced_shares(const TokenSet& tokens, int ranks);
+
+}  // namespace shardq

@@ -1,0 +1,154 @@
+#include "pipeline/layer_output.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/error.hpp"
+#include "io/packing.hpp"
+
+namespace shardq {
+namespace {
+
+template <class T>
+std::vector<std::byte> bytes_of(const std::vector<T>& values) {
+  std::vector<std::byte> bytes(values.size() * sizeof(T));
+  std::memcpy(bytes.data(), values.data(), bytes.size());
+  return bytes;
+}
+
+OutputTensor owned_tensor(std::string name, DType dtype, Shape shape, std::vector<std::byte> bytes) {
+  OutputTensor tensor{std::move(name), dtype, std::move(shape), {}, std::move(bytes)};
+  tensor.data = tensor.owned;  // a moved vector keeps its storage, so the span stays good
+  return tensor;
+}
+
+/// Scales are representable in their stored dtype already, so this rounds nothing.
+std::vector<std::byte> stored_scales(const float* scales, int64_t count, DType dtype) {
+  std::vector<std::byte> bytes(count * size_of(dtype));
+  convert_elements(scales, DType::f32, bytes.data(), dtype, count);
+  return bytes;
+}
+
+}  // namespace
+
+HostBuffer download(Backend& backend, const Tensor& tensor) {
+  HostBuffer buffer(backend, std::max<int64_t>(tensor.bytes(), 1));
+  backend.download(buffer.as<void>(), tensor.data(), tensor.bytes());
+  return buffer;
+}
+
+LayerOutput::LayerOutput(Job& job, OutputWriter& writer) : job_(job), writer_(writer) {}
+
+LayerOutput::~LayerOutput() {
+  if (pending_.valid()) pending_.wait();
+}
+
+void LayerOutput::add(const LayerSpec& layer, Tap tap, const TapResult& result) {
+  if (!owns(layer)) return;
+  PhaseTimer timer(job_.seconds, "write");
+  const Shape& codes = result.codes.shape();
+  HostTap host{download(job_.backend, result.codes),
+               download(job_.backend, result.scales),
+               std::nullopt,
+               codes[1],
+               codes[2],
+               result.scales.shape()[2]};
+  if (result.zeros) host.zeros.emplace(download(job_.backend, result.zeros));
+  taps_[static_cast<size_t>(tap)].emplace(std::move(host));
+}
+
+void LayerOutput::append_linear(std::vector<OutputTensor>& out, const LinearSpec& linear, const HostTap& tap) const {
+  const Grid& grid = job_.recipe.scheme.grid;
+  const int64_t first = std::max<int64_t>(linear.expert, 0) * tap.rows + linear.row_offset;
+  const auto codes = std::span(tap.codes.as<const int8_t>() + first * tap.cols, linear.rows * tap.cols);
+  out.push_back(owned_tensor(linear.module + ".weight_packed", DType::i32,
+                             {linear.rows, packed_words(tap.cols, grid.bits)},
+                             bytes_of(pack_rows(codes, linear.rows, tap.cols, grid.bits))));
+  out.push_back(owned_tensor(
+      linear.module + ".weight_scale", grid.scale_dtype, {linear.rows, tap.groups},
+      stored_scales(tap.scales.as<float>() + first * tap.groups, linear.rows * tap.groups, grid.scale_dtype)));
+  out.push_back(owned_tensor(linear.module + ".weight_shape", DType::i64, {2},
+                             bytes_of(std::vector<int64_t>{linear.rows, tap.cols})));
+  if (tap.zeros) {
+    const auto zeros = std::span(tap.zeros->as<const int8_t>() + first * tap.groups, linear.rows * tap.groups);
+    out.push_back(owned_tensor(linear.module + ".weight_zero_point", DType::i32,
+                               {packed_words(linear.rows, grid.bits), tap.groups},
+                               bytes_of(pack_columns(zeros, linear.rows, tap.groups, grid.bits))));
+  }
+}
+
+void LayerOutput::append_plain(std::vector<OutputTensor>& out, const std::string& name) const {
+  const TensorEntry& entry = job_.checkpoint.entry(name);
+  out.push_back({name, entry.dtype, entry.shape, job_.checkpoint.bytes(name), {}});
+}
+
+std::set<std::string> LayerOutput::consumed(const LayerSpec& layer) const {
+  std::set<std::string> names;
+  for (size_t i = 0; i < layer.linears.size(); ++i) {
+    const LinearSpec& linear = layer.linears[i];
+    const bool quantized = job_.selection.quantized[layer.index][i];
+    if (quantized) names.insert(linear.tensor);
+    SHARDQ_CHECK(quantized || linear.fused_index < 0, ExitCode::usage,
+                 "{} is ignored, but it is a slice of the fused tensor {}, which can only be quantized or ignored "
+                 "whole: ignore all of its experts",
+                 linear.module, linear.tensor);
+  }
+  return names;
+}
+
+std::vector<OutputTensor> LayerOutput::layer_tensors(const LayerSpec& layer,
+                                                     const std::array<std::optional<HostTap>, 4>& taps) const {
+  std::vector<OutputTensor> out;
+  for (size_t i = 0; i < layer.linears.size(); ++i)
+    if (job_.selection.quantized[layer.index][i])
+      append_linear(out, layer.linears[i], *taps[static_cast<size_t>(layer.linears[i].tap)]);
+  const std::set<std::string> replaced = consumed(layer);
+  for (const std::string& name : job_.checkpoint.names())
+    if (name.starts_with(layer.prefix) && !replaced.contains(name)) append_plain(out, name);
+  return out;
+}
+
+void LayerOutput::write(const LayerSpec& layer) {
+  if (!owns(layer)) return;
+  wait();
+  // std::array of optionals moves element by element; the originals are reset so that the next layer starts empty.
+  auto taps = std::make_shared<std::array<std::optional<HostTap>, 4>>();
+  for (size_t t = 0; t < 4; ++t)
+    if (taps_[t]) {
+      (*taps)[t].emplace(std::move(*taps_[t]));
+      taps_[t].reset();
+    }
+  pending_ = std::async(std::launch::async, [this, &layer, taps] {
+    return writer_.write_shard(layer.index + 1, shard_count(), layer_tensors(layer, *taps));
+  });
+}
+
+void LayerOutput::wait() {
+  if (pending_.valid()) bytes_written_ += pending_.get();
+}
+
+void LayerOutput::write_rest() {
+  std::vector<OutputTensor> out;
+  for (const std::string& name : job_.checkpoint.names()) {
+    const bool in_layer =
+        std::ranges::any_of(job_.spec.layer, [&](const LayerSpec& l) { return name.starts_with(l.prefix); });
+    if (!in_layer) append_plain(out, name);
+  }
+  bytes_written_ += writer_.write_shard(shard_count(), shard_count(), std::move(out));
+}
+
+void LayerOutput::publish() {
+  const QuantScheme& scheme = job_.recipe.scheme;
+  OutputGroup group;
+  group.targets = {"Linear"};
+  group.bits = scheme.grid.bits;
+  group.symmetric = scheme.grid.symmetric;
+  group.group_size = scheme.group_size;
+  group.actorder = scheme.method == Method::gptq && scheme.actorder == ActOrder::static_ ? "static" : "";
+  group.observer = scheme.observer == Observer::minmax ? "memoryless_minmax" : "memoryless_mse";
+  const std::string config = compressed_tensors_config(job_.checkpoint.config_text(), {group}, job_.selection.ignored);
+  writer_.publish(shard_count(), config, job_.checkpoint.other_files(),
+                  {{"recipe.yaml", recipe_text(job_.recipe, RecipeText::published)}});
+}
+
+}  // namespace shardq

@@ -1,0 +1,267 @@
+#include "pipeline/plan.hpp"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "core/error.hpp"
+#include "io/files.hpp"
+#include "pipeline/job.hpp"
+#include "pipeline/progress.hpp"
+#include "pipeline/tap_solver.hpp"
+
+namespace shardq {
+namespace {
+
+/// Bytes of one quantized linear in the output.
+int64_t packed_bytes(const LinearSpec& linear, const QuantScheme& scheme) {
+  const int64_t groups = linear.cols / std::max<int64_t>(1, group_size_for(scheme, linear.cols));
+  int64_t bytes = linear.rows * ((linear.cols * scheme.grid.bits + 31) / 32) * 4 +
+                  linear.rows * groups * size_of(scheme.grid.scale_dtype) + 16;
+  if (!scheme.grid.symmetric) bytes += (linear.rows * scheme.grid.bits + 31) / 32 * 4 * groups;
+  return bytes;
+}
+
+PlanLayer plan_layer(const Recipe& recipe, const Inputs& inputs, const LayerSpec& layer, const PlanMachine& machine,
+                     double tokens) {
+  const ModelSpec& spec = inputs.spec;
+  PlanLayer out;
+  out.kind = layer.moe ? "moe" : "dense";
+  out.count = 1;
+  const double length = tokens > 0 ? tokens / static_cast<double>(inputs.tokens->size()) : 0;
+  out.forward_flops = tokens > 0 ? tokens * forward_flops_per_token(spec, layer, length) : 0;
+  const double ranks = machine.ranks, sent = ranks > 1 ? 2.0 * (ranks - 1) / ranks : 0.0;
+  for (Tap tap : kTaps) {
+    if (!inputs.selection.any(layer, tap)) continue;
+    const auto shape = spec.tap_shape(layer, tap);
+    const double n = static_cast<double>(shape.cols), count = static_cast<double>(shape.count);
+    out.weight_bytes += shape.count * shape.rows * shape.cols * size_of(inputs.compute);
+    const int64_t hessian = shape.count * shape.cols * shape.cols * 4;
+    const int64_t budget = hessian_budget(recipe, machine.device_memory > 0 ? machine.device_memory : INT64_MAX);
+    const auto waves = split_waves(shape.count, shape.cols, budget);
+    out.wave_count = std::max<int64_t>(out.wave_count, static_cast<int64_t>(waves.size()));
+    out.hessian_bytes = std::max(out.hessian_bytes, hessian / static_cast<int64_t>(waves.size()));
+    const bool expert = layer.moe && (tap == Tap::gate_up || tap == Tap::down);
+    const bool all = recipe.experts == ExpertTokens::all;
+    const double rows = tokens * (!expert ? 1.0
+                                  : all   ? (tap == Tap::gate_up ? 1.0 : count)
+                                          : static_cast<double>(spec.top_k));
+    out.hessian_flops += 2 * rows * n * n * (waves.size() > 1 && expert ? 2.0 : 1.0);
+    out.solve_flops += count * (n * n * n / 3 + static_cast<double>(shape.rows) * n * n);
+    const double triangle = count * n * (n + 1) / 2 * 4;
+    out.sent_all_reduce += static_cast<int64_t>(triangle * sent);
+    out.sent_reduce_scatter += static_cast<int64_t>(triangle * (expert ? sent / 2 : sent));
+  }
+  if (recipe.scheme.method == Method::rtn)
+    out.forward_flops = out.hessian_flops = out.solve_flops = 0, out.hessian_bytes = 0;
+  return out;
+}
+
+/// At which tensor-parallel sizes a group-quantized row-parallel linear still splits into whole groups. Source:
+/// formats.md 4.2, 4.3.
+std::string loads_at(const std::string& what, int64_t cols, int64_t group) {
+  std::string sizes;
+  for (int64_t tp : {1, 2, 4, 8, 16})
+    if (cols % tp == 0 && (group < 0 || (cols / tp) % group == 0))
+      sizes += (sizes.empty() ? "" : ", ") + std::to_string(tp);
+  return fmt::format("{} ({} inputs): tensor parallel {}", what, cols, sizes);
+}
+
+}  // namespace
+
+Plan make_plan(const Recipe& recipe, const Inputs& inputs, const PlanMachine& machine) {
+  const ModelSpec& spec = inputs.spec;
+  Plan plan;
+  plan.model_type = spec.model_type;
+  plan.scheme = recipe.scheme.name;
+  plan.reduce = recipe.reduce == ReducePlan::all_reduce ? "all_reduce" : "reduce_scatter";
+  plan.ranks = machine.ranks;
+  plan.samples = inputs.tokens->size();
+  plan.tokens = inputs.tokens->tokens();
+  plan.longest = inputs.tokens->longest();
+  plan.chunk_tokens = recipe.chunk_tokens > 0 ? recipe.chunk_tokens : machine.cuda ? 65536 : 4096;
+  plan.quantized_linears = inputs.selection.count;
+  plan.ignored_linears = static_cast<int64_t>(inputs.selection.ignored.size());
+  plan.input_bytes = inputs.checkpoint->total_bytes();
+  plan.output_bytes = plan.input_bytes;
+  std::set<std::string> fused;
+  for (const auto& [name, entry] : [&] {
+         std::vector<std::pair<std::string, TensorEntry>> all;
+         for (const std::string& name : inputs.checkpoint->names())
+           all.emplace_back(name, inputs.checkpoint->entry(name));
+         return all;
+       }())
+    plan.parameters += element_count(entry.shape);
+
+  const int64_t my_tokens = [&] {
+    int64_t most = 0;
+    for (const Range& share : balanced_shares(*inputs.tokens, machine.ranks)) {
+      int64_t sum = 0;
+      for (int64_t s = share.begin; s < share.end; ++s) sum += static_cast<int64_t>((*inputs.tokens)[s].size());
+      most = std::max(most, sum);
+    }
+    return most;
+  }();
+  double forward = 0, hessian = 0, solve = 0, sent = 0;
+  int64_t codes = 0;
+  for (const LayerSpec& layer : spec.layer) {
+    const PlanLayer one = plan_layer(recipe, inputs, layer, machine, static_cast<double>(plan.tokens));
+    forward += one.forward_flops;
+    hessian += one.hessian_flops;
+    solve += one.solve_flops;
+    sent +=
+        static_cast<double>(recipe.reduce == ReducePlan::all_reduce ? one.sent_all_reduce : one.sent_reduce_scatter);
+    plan.weight_bytes = std::max(plan.weight_bytes, one.weight_bytes);
+    plan.hessian_bytes = std::max(plan.hessian_bytes, one.hessian_bytes);
+    auto same = std::ranges::find_if(
+        plan.layers, [&](const PlanLayer& l) { return l.kind == one.kind && l.weight_bytes == one.weight_bytes; });
+    if (same == plan.layers.end())
+      plan.layers.push_back(one);
+    else
+      ++same->count;
+    for (size_t i = 0; i < layer.linears.size(); ++i) {
+      if (!inputs.selection.quantized[layer.index][i]) continue;
+      const LinearSpec& linear = layer.linears[i];
+      plan.output_bytes += packed_bytes(linear, recipe.scheme) - linear.rows * linear.cols * size_of(spec.dtype);
+      codes += linear.rows * linear.cols;
+    }
+    // Kept between taps: attention output, or the experts' activations of every token (times top_k); both [.., cols of
+    // the tap].
+    const auto down = spec.tap_shape(layer, Tap::down), o = spec.tap_shape(layer, Tap::o);
+    const int64_t copies = layer.moe ? spec.top_k : 1;
+    plan.kept_bytes =
+        std::max(plan.kept_bytes, my_tokens * std::max(o.cols, down.cols * copies) * size_of(inputs.compute));
+    for (Tap tap : kTaps) {
+      const auto s = spec.tap_shape(layer, tap);
+      const int64_t own_rows = (s.count * s.rows + machine.ranks - 1) / machine.ranks,
+                    own = (s.count + machine.ranks - 1) / machine.ranks;
+      // Residuals, codes (own and gathered) and the factor beside the Hessian.
+      plan.solve_bytes =
+          std::max(plan.solve_bytes, own_rows * s.cols * 5 + s.count * s.rows * s.cols + own * s.cols * s.cols * 4);
+      const int64_t chunk = std::min(plan.chunk_tokens, std::max<int64_t>(my_tokens, 1));
+      plan.scratch_bytes =
+          std::max(plan.scratch_bytes, chunk * (layer.moe ? spec.top_k : 1) *
+                                           (s.cols + s.rows / std::max<int64_t>(1, 1)) * size_of(inputs.compute));
+    }
+  }
+  plan.hidden_bytes = my_tokens * spec.hidden * size_of(inputs.compute);
+  plan.stage_bytes = codes / std::max<int64_t>(1, spec.layers) +
+                     plan.tokens * spec.hidden * size_of(inputs.compute) * (recipe.keep_last + 1);
+  // The Hessian stack and the solve's buffers are needed together; a chunk's scratch comes at another time.
+  plan.peak_bytes = plan.hidden_bytes + plan.kept_bytes + plan.weight_bytes + plan.hessian_bytes +
+                    std::max(plan.solve_bytes, plan.scratch_bytes);
+  plan.forward_seconds = forward / machine.ranks / machine.gemm_rate;
+  plan.hessian_seconds = hessian / machine.ranks / machine.gram_rate;
+  plan.solve_seconds = solve / machine.ranks / machine.solve_rate;
+  plan.read_seconds = static_cast<double>(plan.input_bytes + plan.output_bytes) / machine.disk_rate;
+  plan.reduce_seconds = sent / machine.wire_rate;
+  plan.total_seconds =
+      plan.forward_seconds + plan.hessian_seconds + plan.solve_seconds + plan.read_seconds + plan.reduce_seconds;
+  const std::filesystem::path target = recipe.output.empty() ? "." : recipe.output;
+  plan.disk_free = free_bytes(target);
+  if (plan.disk_free < plan.output_bytes + plan.stage_bytes)
+    plan.warnings.push_back(fmt::format("{} needed for output and stages, {} free at {}",
+                                        readable_bytes(double(plan.output_bytes + plan.stage_bytes)),
+                                        readable_bytes(double(plan.disk_free)), target.string()));
+  if (machine.device_memory > 0 && plan.peak_bytes > machine.device_memory)
+    plan.warnings.push_back(
+        fmt::format("{} a rank needed, {} there: use more ranks, fewer tokens or a smaller memory.hessian_budget",
+                    readable_bytes(double(plan.peak_bytes)), readable_bytes(double(machine.device_memory))));
+  if (plan.samples > 0 && plan.samples < machine.ranks)
+    plan.warnings.push_back(
+        fmt::format("{} samples for {} ranks: some ranks have no tokens", plan.samples, machine.ranks));
+  std::set<std::string> seen;
+  for (const LayerSpec& layer : spec.layer)
+    for (const LinearSpec& linear : layer.linears)
+      if ((linear.tap == Tap::down || linear.tap == Tap::o) && recipe.scheme.group_size > 0) {
+        const std::string line = loads_at(linear.tap == Tap::o ? "attention output"
+                                          : linear.expert >= 0 ? "experts' down"
+                                                               : "MLP down",
+                                          linear.cols, recipe.scheme.group_size);
+        if (seen.insert(line).second) plan.tensor_parallel.push_back(line);
+      }
+  return plan;
+}
+
+std::string readable_plan(const Plan& p) {
+  const auto gb = [](int64_t bytes) { return readable_bytes(static_cast<double>(bytes)); };
+  std::string t =
+      fmt::format("model        {}, {:.3g} parameters, {} linears to quantize ({}), {} left alone\n", p.model_type,
+                  static_cast<double>(p.parameters), p.quantized_linears, p.scheme, p.ignored_linears);
+  t += fmt::format("tokens       {} in {} samples (longest {}), chunks of {} on each of {} rank{}\n", p.tokens,
+                   p.samples, p.longest, p.chunk_tokens, p.ranks, p.ranks == 1 ? "" : "s");
+  for (const PlanLayer& l : p.layers)
+    t += fmt::format(
+        "layers       {} x {}: weights {}, Hessians {}{}; forward {:.3g}, Hessian {:.3g}, solve {:.3g} TFLOP each\n",
+        l.count, l.kind, gb(l.weight_bytes), gb(l.hessian_bytes),
+        l.wave_count > 1 ? fmt::format(" (in {} waves)", l.wave_count) : "", l.forward_flops * 1e-12,
+        l.hessian_flops * 1e-12, l.solve_flops * 1e-12);
+  t += fmt::format("memory/rank  {}: hidden {}, kept activations {}, layer {}, Hessians {}, solve {}, chunk {}\n",
+                   gb(p.peak_bytes), gb(p.hidden_bytes), gb(p.kept_bytes), gb(p.weight_bytes), gb(p.hessian_bytes),
+                   gb(p.solve_bytes), gb(p.scratch_bytes));
+  if (p.ranks > 1 && !p.layers.empty())
+    t += fmt::format("wire         a rank sends {} a layer by reduce_scatter, {} by all_reduce (chosen: {})\n",
+                     gb(p.layers.back().sent_reduce_scatter), gb(p.layers.back().sent_all_reduce), p.reduce);
+  t += fmt::format("disk         reads {}, writes {} and up to {} of stages; {} free\n", gb(p.input_bytes),
+                   gb(p.output_bytes), gb(p.stage_bytes), gb(p.disk_free));
+  t += fmt::format("time (guess) {}: forward {}, Hessians {}, solve {}, disk {}, wire {}\n",
+                   readable_seconds(p.total_seconds), readable_seconds(p.forward_seconds),
+                   readable_seconds(p.hessian_seconds), readable_seconds(p.solve_seconds),
+                   readable_seconds(p.read_seconds), readable_seconds(p.reduce_seconds));
+  for (const std::string& line : p.tensor_parallel) t += "serving      " + line + "\n";
+  for (const std::string& line : p.warnings) t += "WARNING      " + line + "\n";
+  return t;
+}
+
+std::string plan_json(const Plan& p) {
+  using Json = nlohmann::ordered_json;
+  Json layers = Json::array();
+  for (const PlanLayer& l : p.layers)
+    layers.push_back({{"kind", l.kind},
+                      {"count", l.count},
+                      {"weight_bytes", l.weight_bytes},
+                      {"hessian_bytes", l.hessian_bytes},
+                      {"waves", l.wave_count},
+                      {"forward_flops", l.forward_flops},
+                      {"hessian_flops", l.hessian_flops},
+                      {"solve_flops", l.solve_flops},
+                      {"sent_all_reduce", l.sent_all_reduce},
+                      {"sent_reduce_scatter", l.sent_reduce_scatter}});
+  return Json{{"model_type", p.model_type},
+              {"scheme", p.scheme},
+              {"ranks", p.ranks},
+              {"reduce", p.reduce},
+              {"parameters", p.parameters},
+              {"quantized_linears", p.quantized_linears},
+              {"ignored_linears", p.ignored_linears},
+              {"samples", p.samples},
+              {"tokens", p.tokens},
+              {"longest", p.longest},
+              {"chunk_tokens", p.chunk_tokens},
+              {"layers", layers},
+              {"memory_per_rank",
+               {{"peak_bytes", p.peak_bytes},
+                {"hidden_bytes", p.hidden_bytes},
+                {"kept_bytes", p.kept_bytes},
+                {"weight_bytes", p.weight_bytes},
+                {"hessian_bytes", p.hessian_bytes},
+                {"solve_bytes", p.solve_bytes},
+                {"scratch_bytes", p.scratch_bytes}}},
+              {"disk",
+               {{"input_bytes", p.input_bytes},
+                {"output_bytes", p.output_bytes},
+                {"stage_bytes", p.stage_bytes},
+                {"free_bytes", p.disk_free}}},
+              {"seconds",
+               {{"total", p.total_seconds},
+                {"forward", p.forward_seconds},
+                {"hessian", p.hessian_seconds},
+                {"solve", p.solve_seconds},
+                {"disk", p.read_seconds},
+                {"wire", p.reduce_seconds}}},
+              {"tensor_parallel", p.tensor_parallel},
+              {"warnings", p.warnings}}
+      .dump(1);
+}
+
+}  // namespace shardq

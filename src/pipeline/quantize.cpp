@@ -1,0 +1,414 @@
+#include "pipeline/quantize.hpp"
+
+#include <algorithm>
+#include <filesystem>
+
+#include "core/error.hpp"
+#include "core/fault_point.hpp"
+#include "core/log.hpp"
+#include "core/stop_signal.hpp"
+#include "io/files.hpp"
+#include "io/stage_store.hpp"
+#include "model/weight_source.hpp"
+#include "pipeline/layer_output.hpp"
+#include "pipeline/preflight.hpp"
+#include "pipeline/progress.hpp"
+#include "pipeline/report.hpp"
+#include "pipeline/tap_stage.hpp"
+
+namespace shardq {
+namespace {
+
+/// The sequential pipeline over layers, on every rank.
+class Run {
+ public:
+  Run(Job& job, StageStore& store, OutputWriter& writer, LayerOutput& output, bool resuming)
+      : job_(job),
+        store_(store),
+        writer_(writer),
+        output_(output),
+        source_(job.checkpoint, job.spec),
+        progress_(job.host.rank() == 0, static_cast<double>(job.spec.layers * 4)),
+        resuming_(resuming) {}
+
+  void layers();
+  const Report& report() const { return report_; }
+
+ private:
+  bool rtn() const { return job_.recipe.scheme.method == Method::rtn; }
+  void make_chunks();
+  int64_t start_layer();
+  void layer(const LayerSpec& layer);
+  TapResult solve_or_load(TapSolver& solver, LayerForward* forward, const LayerSpec& layer, Tap tap,
+                          const StackView& weights, std::vector<TapHessian>& ahead);
+  void apply(const LayerSpec& layer, Tap tap, const TapResult& result, Tensor& weights);
+  void safe_point();
+  void store_hidden_if_due(const LayerSpec& layer);
+  int64_t first_token() const;
+
+  Job& job_;
+  StageStore& store_;
+  OutputWriter& writer_;
+  LayerOutput& output_;
+  WeightSource source_;
+  Progress progress_;
+  Report report_;
+  RopeTable rope_;
+  std::vector<ChunkState> chunks_;
+  Stopwatch since_hidden_;
+  std::vector<std::string> hidden_stages_;  ///< stored hidden states, oldest first
+  bool resuming_;
+  int64_t skipped_taps_ = 0, done_taps_ = 0;
+};
+
+int64_t Run::first_token() const {
+  int64_t row = 0;
+  for (int64_t s = 0; s < job_.my_samples().begin; ++s) row += static_cast<int64_t>(job_.tokens[s].size());
+  return row;
+}
+
+/// Whole sequences, in order, at most chunk_tokens a chunk (a longer sequence is a chunk of its own).
+void Run::make_chunks() {
+  ChunkState* chunk = nullptr;
+  for (int64_t s = job_.my_samples().begin; s < job_.my_samples().end; ++s) {
+    const int64_t length = static_cast<int64_t>(job_.tokens[s].size());
+    if (!chunk || chunk->starts.back() + length > job_.chunk_tokens) {
+      chunk = &chunks_.emplace_back();
+      chunk->starts = {0};
+    }
+    chunk->starts.push_back(chunk->starts.back() + length);
+  }
+  std::vector<int64_t> counts(job_.host.size(), 0);
+  counts[job_.host.rank()] = static_cast<int64_t>(chunks_.size());
+  job_.host.all_reduce_sum(counts.data(), job_.host.size());
+  job_.most_chunks = *std::ranges::max_element(counts);
+}
+
+/// The layer whose input is at hand after a restart: the last stored hidden states, or the embedding.
+int64_t Run::start_layer() {
+  int64_t start = 0;
+  for (const StageInfo& stage : store_.stages())
+    if (stage.name.ends_with(".hidden")) {
+      hidden_stages_.push_back(stage.name);
+      start = std::max<int64_t>(start, std::stoll(stage.name.substr(5, 4)));
+    }
+  return start;
+}
+
+void Run::safe_point() {
+  report_progress("a chunk of tokens");
+  fault_point("safe_point");
+  if (!any_rank(job_.host, stop_requested())) return;
+  agree(job_.host, [&] { store_.complete(); });
+  throw AgreedError(ExitCode::stopped, fmt::format("stopped on {} after {} of {} taps; the same command resumes",
+                                                   stop_signal_name().empty() ? "request" : stop_signal_name(),
+                                                   done_taps_, job_.spec.layers * 4));
+}
+
+void Run::store_hidden_if_due(const LayerSpec& layer) {
+  if (rtn() || layer.index == 0) return;
+  // Rank 0's clock decides for all, so that the schedule of collectives stays the same everywhere.
+  int64_t due = since_hidden_.seconds() >= job_.recipe.checkpoint_interval;
+  job_.host.broadcast(&due, sizeof due, 0);
+  const std::string name = hidden_stage_name(layer.index);
+  if (!due || store_.has(name)) return;
+  PhaseTimer timer(job_.seconds, "checkpoint");
+  // Codes of finished layers may go once the hidden states behind them are durable AND their output shards are.
+  agree(job_.host, [&] { output_.wait(); });
+  std::vector<StageArray> arrays;
+  arrays.push_back(
+      hidden_array(job_.backend, chunks_, first_token(), job_.tokens.tokens(), job_.spec.hidden, job_.compute));
+  agree(job_.host, [&] {
+    store_.put(name, std::move(arrays), report_.to_json());
+    store_.complete();
+  });
+  hidden_stages_.push_back(name);
+  std::vector<std::string> old;
+  while (static_cast<int64_t>(hidden_stages_.size()) > job_.recipe.keep_last) {
+    old.push_back(hidden_stages_.front());
+    hidden_stages_.erase(hidden_stages_.begin());
+  }
+  const int64_t oldest = std::stoll(hidden_stages_.front().substr(5, 4));
+  for (const StageInfo& stage : store_.stages())
+    if (!stage.name.ends_with(".hidden") && std::stoll(stage.name.substr(5, 4)) < oldest) old.push_back(stage.name);
+  agree(job_.host, [&] { store_.remove(old); });
+  since_hidden_.reset();
+  fault_point("hidden_stored");
+}
+
+TapResult Run::solve_or_load(TapSolver& solver, LayerForward* forward, const LayerSpec& layer, Tap tap,
+                             const StackView& weights, std::vector<TapHessian>& ahead) {
+  const std::string stage = tap_stage_name(layer, tap);
+  if (store_.has(stage)) {
+    TapResult result;
+    {
+      PhaseTimer timer(job_.seconds, "checkpoint");
+      agree(job_.host, [&] {
+        const int64_t group = group_size_for(job_.recipe.scheme, weights.cols);
+        result = load_tap(job_.backend, store_, stage, job_.spec.tap_shape(layer, tap),
+                          (weights.cols + group - 1) / group, job_.recipe.scheme.grid.symmetric);
+        outcomes_from_json(store_.text(stage), result);
+      });
+    }
+    if (forward) solver.advance(tap, *forward, chunks_);
+    ++skipped_taps_;
+    return result;
+  }
+  TapResult result;
+  if (rtn())
+    result = solver.round(tap, weights);
+  else if (!ahead.empty())
+    result = solver.solve_accumulated(tap, std::move(ahead[static_cast<size_t>(tap)]), weights);
+  else
+    result = solver.solve(tap, *forward, chunks_, weights);
+  fault_point("tap_solved");
+  PhaseTimer timer(job_.seconds, "checkpoint");
+  agree(job_.host, [&] { store_.put(stage, tap_arrays(job_.backend, result), outcomes_to_json(result)); });
+  return result;
+}
+
+/// Replaces the tap's weights by what a reader of the checkpoint will reconstruct; ignored linears keep theirs.
+void Run::apply(const LayerSpec& layer, Tap tap, const TapResult& result, Tensor& weights) {
+  const QuantScheme& scheme = job_.recipe.scheme;
+  const StackView stack = weights.stack();
+  const int64_t group = group_size_for(scheme, stack.cols), groups = result.scales.shape()[2];
+  bool all = true;
+  for (size_t i = 0; i < layer.linears.size(); ++i)
+    all = all && (layer.linears[i].tap != tap || job_.selection.quantized[layer.index][i]);
+  const auto zeros_at = [&](int64_t row) { return result.zeros ? result.zeros.as<int8_t>() + row * groups : nullptr; };
+  if (all) {
+    job_.backend.dequantize(result.codes.as<int8_t>(), result.scales.as<float>(), zeros_at(0), group, scheme.grid,
+                            stack);
+    return;
+  }
+  for (size_t i = 0; i < layer.linears.size(); ++i) {
+    const LinearSpec& linear = layer.linears[i];
+    if (linear.tap != tap || !job_.selection.quantized[layer.index][i]) continue;
+    const int64_t matrix = std::max<int64_t>(linear.expert, 0), row = matrix * stack.rows + linear.row_offset;
+    job_.backend.dequantize(result.codes.as<int8_t>() + row * stack.cols, result.scales.as<float>() + row * groups,
+                            zeros_at(row), group, scheme.grid,
+                            as_stack(stack[matrix].row_range(linear.row_offset, linear.row_offset + linear.rows)));
+  }
+}
+
+void Run::layer(const LayerSpec& layer) {
+  store_hidden_if_due(layer);
+  LayerWeights weights;
+  {
+    PhaseTimer timer(job_.seconds, "read");
+    agree(job_.host, [&] {
+      weights = source_.load(job_.backend, layer, job_.compute, job_.recipe.check_finite);
+      job_.backend.synchronize();
+    });
+  }
+  report_progress("a layer's weights");
+  std::optional<LayerForward> forward;
+  if (!rtn()) forward.emplace(job_.backend, job_.spec, layer, weights, rope_, job_.compute);
+  TapSolver solver(job_, layer, [this] { safe_point(); });
+
+  std::vector<TapHessian> ahead;  // sequential: layer
+  const bool by_layer = !rtn() && job_.recipe.sequential == Sequential::layer;
+  const bool all_stored = std::ranges::all_of(
+      kTaps, [&](Tap tap) { return !job_.selection.any(layer, tap) || store_.has(tap_stage_name(layer, tap)); });
+  if (by_layer && !all_stored) ahead = solver.accumulate_all(*forward, chunks_);
+
+  for (Tap tap : kTaps) {
+    Tensor& stack = weights.taps[static_cast<size_t>(tap)];
+    if (job_.selection.any(layer, tap)) {
+      TapResult result = solve_or_load(solver,
+                                       by_layer  ? nullptr
+                                       : forward ? &*forward
+                                                 : nullptr,
+                                       layer, tap, stack.stack(), ahead);
+      if (by_layer) solver.advance(tap, *forward, chunks_);
+      apply(layer, tap, result, stack);
+      report_.add(job_, layer, tap, result);
+      output_.add(layer, tap, result);
+    } else if (forward) {
+      solver.advance(tap, *forward, chunks_);
+    }
+    ++done_taps_;
+    progress_.show(static_cast<double>(done_taps_), static_cast<double>(skipped_taps_),
+                   fmt::format("layer {}/{} {}", layer.index + 1, job_.spec.layers, to_string(tap)));
+    safe_point();
+  }
+  if (forward && layer.index + 1 < job_.spec.layers) {
+    PhaseTimer timer(job_.seconds, "forward");
+    for (ChunkState& chunk : chunks_) forward->finish(chunk);
+    job_.backend.synchronize();
+  }
+  PhaseTimer timer(job_.seconds, "write");
+  agree(job_.host, [&] {
+    if (!output_.has_shard(layer)) output_.write(layer);
+  });
+  fault_point("layer_done");
+}
+
+void Run::layers() {
+  const int64_t start = start_layer();
+  if (!rtn()) {
+    make_chunks();
+    rope_ = rope_table(job_.spec, job_.tokens.longest());
+    PhaseTimer timer(job_.seconds, "read");
+    agree(job_.host, [&] {
+      int64_t sample = job_.my_samples().begin;
+      for (ChunkState& chunk : chunks_) {
+        if (start > 0) {
+          chunk.hidden = Tensor(job_.backend, job_.compute, {chunk.starts.back(), job_.spec.hidden}, "hidden states");
+          continue;
+        }
+        std::vector<int32_t> ids;
+        for (size_t s = 0; s + 1 < chunk.starts.size(); ++s, ++sample)
+          ids.insert(ids.end(), job_.tokens[sample].begin(), job_.tokens[sample].end());
+        chunk.hidden = embed(job_.backend, job_.checkpoint, job_.spec, ids, job_.compute);
+      }
+      if (start > 0) load_hidden(job_.backend, store_, hidden_stage_name(start), first_token(), chunks_);
+    });
+  }
+  if (start > 0) {
+    report_.from_json(store_.text(hidden_stage_name(start)));
+    done_taps_ = skipped_taps_ = start * 4;
+  }
+  for (int64_t l = 0; l < start; ++l)
+    SHARDQ_CHECK(output_.has_shard(job_.spec.layer[l]), ExitCode::disk,
+                 "{} lacks {}, which the work directory counts as written; start anew with --resume never",
+                 writer_.partial().string(), OutputWriter::shard_name(l + 1, output_.shard_count()));
+  if (resuming_ && job_.host.rank() == 0)
+    spdlog::info("resuming: {} stages found, hidden states of layer {}", store_.stages().size(), start);
+  for (int64_t l = start; l < job_.spec.layers; ++l) layer(job_.spec.layer[l]);
+  progress_.finish();
+}
+
+int64_t directory_bytes(const std::filesystem::path& directory) {
+  int64_t total = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(directory))
+    if (entry.is_regular_file() && entry.path().extension() == ".safetensors")
+      total += static_cast<int64_t>(entry.file_size());
+  return total;
+}
+
+void write_reports(const Job& job, const Report& report, const std::filesystem::path& partial, RunSummary& summary,
+                   const std::vector<PhaseSeconds>& phases) {
+  const std::filesystem::path work = work_directory(job.recipe);
+  summary.output_bytes = directory_bytes(partial);
+  write_text_durably(work / "metrics.jsonl", report.metrics_lines(phases));
+  write_text_durably(work / "report.json", report_json(summary, report, phases));
+  write_text_durably(work / "recipe.yaml", recipe_text(job.recipe, RecipeText::complete));
+}
+
+/// True where `output` is what this very run published before it could say so in its work directory.
+bool published_by_us(const Recipe& recipe) {
+  const std::filesystem::path output = recipe.output;
+  return std::filesystem::exists(output / "config.json") && std::filesystem::exists(output / "recipe.yaml") &&
+         read_text(output / "recipe.yaml") == recipe_text(recipe, RecipeText::published);
+}
+
+}  // namespace
+
+ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host, Communicator& device) {
+  Stopwatch watch;
+  Recipe recipe = asked;
+  Inputs inputs;
+  SHARDQ_CHECK(!recipe.output.empty(), ExitCode::usage, "no output directory given (key output, or --output DIR)");
+  agree(host, [&] { inputs = check_inputs(recipe); });
+  const std::filesystem::path work = work_directory(recipe);
+  const auto fingerprint = run_fingerprint(recipe, inputs);
+
+  const bool had_work = StageStore::peek_fingerprint(work).has_value();
+  SHARDQ_CHECK(had_work || recipe.resume != ResumeMode::require, ExitCode::usage,
+               "--resume require: {} holds no run to resume", work.string());
+  const bool resuming = had_work && recipe.resume != ResumeMode::never;
+  host.barrier();  // everyone has looked before rank 0 changes anything
+  std::unique_ptr<StageStore> store;
+  agree(host, [&] {
+    store = std::make_unique<StageStore>(
+        work,
+        StageStore::Ranks{host.rank(), host.size(),
+                          [&host](const std::string& mine) { return all_gather_strings(host, mine); }},
+        fingerprint, resuming);
+  });
+  if (resuming && store->finished()) {
+    if (std::filesystem::exists(std::filesystem::path(recipe.output) / "config.json")) {
+      if (host.rank() == 0)
+        fmt::print("already finished: {} (remove {} or use --resume never to start anew)\n", recipe.output,
+                   work.string());
+      return ExitCode::ok;
+    }
+    fail(ExitCode::usage, "{} says that its run finished into {}, but {} is not there; start anew with --resume never",
+         work.string(), *store->finished(), recipe.output);
+  }
+
+  bool published = false;
+  agree(host, [&] { published = resuming && published_by_us(recipe); });
+  if (published) {
+    agree(host, [&] { store->finish(recipe.output); });
+    if (host.rank() == 0) fmt::print("already finished: {}\n", recipe.output);
+    return ExitCode::ok;
+  }
+  std::unique_ptr<OutputWriter> writer;
+  agree(host, [&] {
+    if (host.rank() == 0) {
+      if (!resuming) std::filesystem::remove_all(recipe.output + ".partial");
+      writer = std::make_unique<OutputWriter>(recipe.output);
+    }
+  });
+  agree(host, [&] {
+    if (host.rank() != 0) writer = std::make_unique<OutputWriter>(recipe.output);
+  });
+
+  Job job{
+      recipe, backend, host, device, *inputs.checkpoint, inputs.spec, *inputs.tokens, inputs.selection, inputs.compute,
+      {},     0,       0,    {}};
+  job.shares = balanced_shares(*inputs.tokens, host.size());
+  job.chunk_tokens = recipe.chunk_tokens > 0 ? recipe.chunk_tokens : backend.is_host() ? 4096 : 65536;
+  LayerOutput output(job, *writer);
+  Run run(job, *store, *writer, output, resuming);
+  run.layers();
+
+  {
+    PhaseTimer timer(job.seconds, "write");
+    agree(host, [&] {
+      if (host.rank() == 0) output.write_rest();
+      output.wait();
+    });
+  }
+  {
+    PhaseTimer timer(job.seconds, "checkpoint");
+    agree(host, [&] { store->complete(); });
+  }
+  RunSummary summary;
+  summary.output = recipe.output;
+  summary.work = work.string();
+  summary.device = backend.name();
+  summary.ranks = host.size();
+  summary.samples = inputs.tokens->size();
+  summary.tokens = inputs.tokens->tokens();
+  summary.input_bytes = inputs.checkpoint->total_bytes();
+  summary.peak_memory = backend.memory().peak;
+  summary.resumed = resuming;
+  std::vector<PhaseSeconds> phases;
+  for (const std::string& text : all_gather_strings(host, phases_to_json(job.seconds)))
+    phases.push_back(phases_from_json(text));
+  summary.seconds = watch.seconds();
+  agree(host, [&] {
+    if (host.rank() != 0) return;
+    // Reports first: once the output has its final name, nothing must be missing. A kill between the two is seen by
+    // published_by_us.
+    write_reports(job, run.report(), writer->partial(), summary, phases);
+    output.publish();
+    fault_point("published");
+  });
+  agree(host, [&] { store->finish(recipe.output); });
+  if (host.rank() == 0) fmt::print("{}", readable_summary(summary, run.report(), phases[0]));
+  const double share = static_cast<double>(run.report().fallbacks()) /
+                       std::max<double>(1.0, static_cast<double>(run.report().records().size()));
+  if (share > recipe.max_rtn_fraction) {
+    if (host.rank() == 0)
+      spdlog::error("{} of {} modules fell back to rounding, more than max_rtn_fraction {}; see {}/report.json",
+                    run.report().fallbacks(), run.report().records().size(), recipe.max_rtn_fraction, work.string());
+    return ExitCode::fallbacks;
+  }
+  return ExitCode::ok;
+}
+
+}  // namespace shardq

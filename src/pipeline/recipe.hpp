@@ -1,0 +1,61 @@
+#pragma once
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/dtype.hpp"
+#include "quant/scheme.hpp"
+#include "quant/solver.hpp"
+
+namespace shardq {
+
+enum class ReducePlan { all_reduce, reduce_scatter };
+enum class Sequential { sublayer, layer };
+enum class ExpertTokens { routed, all };
+enum class ResumeMode { auto_, never, require };
+
+/// Everything a run is asked to do. Every member has a key in recipe files and a `--set key=value` twin; recipe.cpp
+/// holds the table.
+struct Recipe {
+  std::string model, tokens, output, work;
+  std::string device;   ///< "cpu", "cuda" or "" (cuda where a device is visible)
+  std::string compute;  ///< "bf16", "f32" or "" (bf16 for bf16 checkpoints, else f32)
+  ResumeMode resume = ResumeMode::auto_;
+
+  QuantScheme scheme;  ///< preset, then overridden key by key
+  std::vector<std::string> targets{"Linear"};
+  std::vector<std::string> ignore{"lm_head"};
+  SolverOptions solver;
+  double max_rtn_fraction = 0.5;  ///< more fallbacks than this share of modules: exit code 5
+
+  int64_t max_samples = 0, max_length = 0;  ///< 0: all
+  int64_t chunk_tokens = 0;                 ///< tokens that go through a layer at once; 0: chosen by device
+  Sequential sequential = Sequential::sublayer;
+  ExpertTokens experts = ExpertTokens::routed;
+  bool check_finite = true;  ///< scan every weight for NaN and Inf before its layer is solved
+
+  ReducePlan reduce = ReducePlan::reduce_scatter;
+  int64_t hessian_budget = 0;        ///< bytes of expert Hessians held at once; 0: a quarter of the device's memory
+  double checkpoint_interval = 300;  ///< seconds between stored hidden states; codes are stored after every tap
+  int64_t keep_last = 1;             ///< stored hidden states kept
+  double watchdog_seconds = 600;
+};
+
+/// Reads a recipe file (may be empty: flags only) and applies `overrides` (key, value) in order.
+/// Errors: Error(usage) with file, line, the unknown key and the nearest known one, or the value and what was expected.
+Recipe read_recipe(const std::filesystem::path& file,
+                   const std::vector<std::pair<std::string, std::string>>& overrides);
+
+/// complete: every key. published: without output, work and resume, so that equal runs publish equal text. fingerprint:
+/// only the keys that decide what the codes are; a run may be resumed with other values of the rest (device, ranks,
+/// intervals, budgets, paths).
+enum class RecipeText { complete, published, fingerprint };
+/// The resolved recipe as YAML.
+std::string recipe_text(const Recipe& recipe, RecipeText kind);
+
+/// Bytes from "8GiB", "512MB", "1000".
+int64_t parse_bytes(const std::string& text);
+
+}  // namespace shardq

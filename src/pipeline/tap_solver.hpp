@@ -1,0 +1,78 @@
+#pragma once
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "model/layer_forward.hpp"
+#include "pipeline/job.hpp"
+
+namespace shardq {
+
+/// A quantized tap, complete on every rank.
+struct TapResult {
+  Tensor codes, scales, zeros;            ///< [count, rows, cols], [count, rows, groups]; zeros empty when symmetric
+  std::vector<MatrixOutcome> outcomes;    ///< [count]
+  std::vector<float> losses, rtn_losses;  ///< [count * rows]
+  /// What this rank solved itself, as rows of [count * rows], one range a wave (`wave` is the wave's rows): the part it
+  /// stores.
+  struct Piece {
+    Range rows, wave;
+  };
+  std::vector<Piece> pieces;
+  double seconds = 0;
+};
+
+/// Sums of x x^T (lower triangles) for a range of matrices of one tap, over this rank's tokens.
+struct TapHessian {
+  Tensor sums;                  // f32 [count, cols, cols]
+  std::vector<int64_t> tokens;  // [count]
+  Range matrices;               // which of the tap's matrices
+};
+
+/// Walks all chunks to a tap, accumulates, reduces over ranks, solves this rank's share and gathers.
+class TapSolver {
+ public:
+  /// safe_point: called between chunks, the same number of times on every rank; may throw to stop the run.
+  TapSolver(Job& job, const LayerSpec& layer, std::function<void()> safe_point);
+
+  /// Hessian of `tap` over `chunks`, each advanced to it. Experts beyond the memory budget go in waves, which revisit
+  /// the inputs. weights: the tap's stack [count, rows, cols], still original.
+  TapResult solve(Tap tap, LayerForward& forward, std::vector<ChunkState>& chunks, const StackView& weights);
+  /// For `sequential: layer`: all four Hessians in one pass of copies of the chunks through the original weights.
+  std::vector<TapHessian> accumulate_all(LayerForward& forward, std::vector<ChunkState>& chunks);
+  /// The solve of a tap whose Hessian is at hand (all matrices, one wave).
+  TapResult solve_accumulated(Tap tap, TapHessian hessian, const StackView& weights);
+  /// Plain rounding of this rank's share.
+  TapResult round(Tap tap, const StackView& weights);
+  /// Moves chunks to a tap without a Hessian.
+  void advance(Tap tap, LayerForward& forward, std::vector<ChunkState>& chunks);
+
+  /// Matrices that share ONE Hessian: all experts of gate/up when every expert sees every token.
+  bool shared_hessian(Tap tap) const;
+
+ private:
+  /// body and safe point for every chunk, then the safe points that ranks with more chunks still make.
+  void each_chunk(std::vector<ChunkState>& chunks, const std::function<void(ChunkState&)>& body);
+  TapHessian new_hessian(Tap tap, Range matrices);
+  void add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkState& chunk);
+  void add_rows(const StackView& sums, const MatrixView& x, const std::vector<int64_t>& offsets);
+  void reduce(TapHessian& hessian, bool scatter, std::span<const Range> owners);
+  void solve_wave(Tap tap, TapHessian& hessian, MatrixView pool, int64_t pool_tokens, const StackView& weights,
+                  Range wave, TapResult& result);
+  TapResult new_result(const StackView& weights);
+  void finish_wave(TapResult& result, const StackView& weights, Range wave, bool by_rows, Quantized mine, Range own);
+  MatrixNames names(Tap tap, Range matrices) const;
+  std::vector<Range> waves(Tap tap, int64_t count) const;
+  bool wants_pool(Tap tap) const;
+
+  Job& job_;
+  const LayerSpec& layer_;
+  std::function<void()> safe_point_;
+};
+
+/// Bytes of expert Hessians that may be held at once (recipe, or a quarter of the device's memory).
+int64_t hessian_budget(const Recipe& recipe, int64_t device_bytes);
+/// Matrices a wave for a tap of `count` Hessians of `cols` columns: ranges that cover [0, count).
+std::vector<Range> split_waves(int64_t count, int64_t cols, int64_t budget);
+
+}  // namespace shardq
