@@ -93,7 +93,7 @@ class DeviceArray {
   DeviceArray(CudaBackend::State& state, int64_t count, const char* what)
       : state_(&state), data_(count > 0 ? static_cast<T*>(state.allocate(count * sizeof(T), what)) : nullptr) {}
   /// A device copy of host values (offsets, pointers, coefficients).
-  DeviceArray(CudaBackend::State& state, std::span<const T> values, const char* what)
+  DeviceArray(CudaBackend::State& state, std::span<T const> values, const char* what)
       : DeviceArray(state, static_cast<int64_t>(values.size()), what) {
     if (data_) state.upload(data_, values.data(), static_cast<int64_t>(values.size_bytes()));
   }
