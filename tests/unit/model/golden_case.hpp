@@ -52,7 +52,7 @@ inline double relative_error(const std::vector<float>& got, const std::vector<fl
 /// softmax or a norm multiplies what came before by a small factor.
 inline double forward_tolerance(DType compute, int64_t width, int64_t layers) {
   const double eps = compute == DType::f32 ? 0x1p-24 : compute == DType::f16 ? 0x1p-11 : 0x1p-8;
-  return 10.0 * eps * std::sqrt(static_cast<double>(width)) * static_cast<double>(1 << layers);
+  return 4.0 * eps * std::sqrt(static_cast<double>(width)) * static_cast<double>(1 << layers);
 }
 
 /// What a model computes: the residual stream after each layer, and the logits.
