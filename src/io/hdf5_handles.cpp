@@ -13,10 +13,8 @@ std::recursive_mutex& hdf5_mutex() {
 }
 
 bool start_library() {
-  // Errors come back as values; and after a failed close (a full disk) the library's exit handler would try again, in
-  // vain and aloud.
-  H5dont_atexit();
-  return H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr) >= 0;
+  // After a failed close (a full disk) the library's exit handler would try again, in vain and aloud.
+  return H5dont_atexit() >= 0;
 }
 
 struct Reason {
@@ -75,6 +73,8 @@ hid_t make_type(DType dtype) {
 Hdf5Lock lock_hdf5() {
   Hdf5Lock lock(hdf5_mutex());
   [[maybe_unused]] static const bool started = start_library();
+  // Errors come back as values. Where the library was built for threads, each has an error stack of its own.
+  [[maybe_unused]] thread_local const bool quiet = H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr) >= 0;
   return lock;
 }
 

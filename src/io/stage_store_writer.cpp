@@ -64,11 +64,16 @@ class SyncedFile {
 class NewFile {
  public:
   explicit NewFile(const fs::path& path) : path_(path), temporary_(DurableFile::temporary_name(path)) {
-    const Hdf5Lock lock = lock_hdf5();
-    const Hdf5Handle access = hdf5_file_access();
-    file_ = Hdf5Handle(
-        check_hdf5(H5Fcreate(temporary_.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access), "create", temporary_), H5Fclose);
-    synced_ = std::make_unique<SyncedFile>(temporary_);
+    try {
+      const Hdf5Lock lock = lock_hdf5();
+      const Hdf5Handle access = hdf5_file_access();
+      const hid_t file = H5Fcreate(temporary_.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access);
+      file_ = Hdf5Handle(check_hdf5(file, "create", path), H5Fclose);
+      synced_ = std::make_unique<SyncedFile>(temporary_);
+    } catch (...) {  // the destructor does not run for a constructor that throws
+      ::unlink(temporary_.c_str());
+      throw;
+    }
   }
   ~NewFile() {
     file_.close();

@@ -77,8 +77,11 @@ inline StageArray sample_array(const std::string& name, DType dtype, int64_t fir
   const int64_t row_bytes = element_count(row_shape) * size_of(dtype);
   array.data.resize(rows * row_bytes);
   const uint64_t seed = std::hash<std::string>()(name);
-  for (int64_t i = 0; i < static_cast<int64_t>(array.data.size()); ++i)
-    array.data[i] = static_cast<std::byte>(((first * row_bytes + i + seed) * 0x9e3779b97f4a7c15ULL) >> 56);
+  for (int64_t i = 0; i < static_cast<int64_t>(array.data.size()); ++i) {
+    uint64_t mixed = (first * row_bytes + i + seed) * 0x9e3779b97f4a7c15ULL;
+    mixed = (mixed ^ (mixed >> 29)) * 0xbf58476d1ce4e5b9ULL;  // without this step neighbourhoods of bytes recur
+    array.data[i] = static_cast<std::byte>(mixed >> 56);
+  }
   return array;
 }
 
@@ -118,12 +121,18 @@ inline void expect_error(const std::function<void()>& body, ExitCode code, const
   }
 }
 
+/// A new folder, in memory where there is such a file system: these tests sync hundreds of files.
+inline std::filesystem::path make_test_folder() {
+  const bool in_memory = ::access("/dev/shm", W_OK) == 0;
+  std::string name = (in_memory ? "/dev/shm" : std::filesystem::temp_directory_path().string()) + "/shardq_test_XXXXXX";
+  return ::mkdtemp(name.data());
+}
+
 /// A work directory of its own for each test.
 class StageStoreFixture : public testing::Test {
  protected:
   void SetUp() override {
-    std::string name = (std::filesystem::temp_directory_path() / "stage_store_XXXXXX").string();
-    directory_ = ::mkdtemp(name.data());
+    directory_ = make_test_folder();
     work_ = directory_ / "work";
   }
   void TearDown() override {
