@@ -6,6 +6,11 @@
 
 namespace shardq {
 
+using cpu::check_forward_dtype;
+using cpu::exponential;
+using cpu::load_row;
+using cpu::store_row;
+
 void CpuBackend::silu_mul(MatrixView gate, MatrixView up, MatrixView out) {
   SHARDQ_CHECK(gate.rows == out.rows && up.rows == out.rows && gate.cols == out.cols && up.cols == out.cols,
                ExitCode::internal, "silu_mul: gate [{}, {}], up [{}, {}], out [{}, {}]", gate.rows, gate.cols, up.rows,

@@ -5,9 +5,17 @@
 
 #include "kernels/cpu/cpu_backend.hpp"
 #include "kernels/cpu/exponential.hpp"
+#include "kernels/cpu/reduction.hpp"
 #include "kernels/cpu/row_access.hpp"
 
 namespace shardq {
+
+using cpu::check_forward_dtype;
+using cpu::exponential;
+using cpu::largest_of;
+using cpu::load_row;
+using cpu::store_row;
+using cpu::sum_of;
 
 namespace {
 
@@ -21,11 +29,9 @@ void load_head(const MatrixView& m, int64_t begin, int64_t end, int64_t head, in
 
 /// Softmax of scale * scores over the visible keys of a row, zero elsewhere.  Visible: columns [first, last].
 void softmax_row(float* scores, int64_t cols, int64_t first, int64_t last, float scale) {
-  float largest = scores[first];
-  for (int64_t j = first + 1; j <= last; ++j) largest = std::max(largest, scores[j]);
+  const float largest = largest_of(scores + first, last - first + 1);
   for (int64_t j = first; j <= last; ++j) scores[j] = exponential((scores[j] - largest) * scale);
-  double sum = 0;
-  for (int64_t j = first; j <= last; ++j) sum += scores[j];
+  const double sum = sum_of(last - first + 1, [&](int64_t j) { return scores[first + j]; });
   const float inverse = static_cast<float>(1.0 / sum);
   for (int64_t j = first; j <= last; ++j) scores[j] *= inverse;
   std::fill(scores, scores + first, 0.0f);

@@ -2,7 +2,7 @@
 #include <bit>
 #include <cstdint>
 
-namespace shardq {
+namespace shardq::cpu {
 
 /// e^x in float, without branches or calls, so that loops over it become vector code (the C library's expf is called
 /// element by element). Method: x = n ln2 + r with |r| <= ln2 / 2, the Taylor polynomial of e^r to degree 7 (remainder
@@ -28,4 +28,4 @@ inline float exponential(float x) {
   return x < -87.0f ? 0.0f : p * power;
 }
 
-}  // namespace shardq
+}  // namespace shardq::cpu

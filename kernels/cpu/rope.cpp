@@ -5,6 +5,10 @@
 
 namespace shardq {
 
+using cpu::check_forward_dtype;
+using cpu::load_row;
+using cpu::store_row;
+
 void CpuBackend::rope(MatrixView x, int64_t head_dim, const float* cosine, const float* sine,
                       const int32_t* positions) {
   SHARDQ_CHECK(head_dim > 0 && head_dim % 2 == 0 && x.cols % head_dim == 0, ExitCode::internal,

@@ -9,6 +9,11 @@
 
 namespace shardq {
 
+using cpu::check_forward_dtype;
+using cpu::load_row;
+using cpu::row_bytes;
+using cpu::store_row;
+
 namespace {
 
 /// Softmax over all experts, then the top_k largest by repeated selection: top_k is small, and the first maximum is the
