@@ -58,10 +58,10 @@ class ProgramTest(unittest.TestCase):
         shutil.copytree(MINI_MOE, directory)
         return directory
 
-    def quantize(self, *arguments, model=MINI_MOE, tokens=None, samples=4, **options):
-        """A short run of the bundled recipe into the scratch folder; later arguments win."""
-        return run("quantize", SOURCE / "configs/mini-moe.yaml", "--model", model, "--tokens", tokens or MINI_MOE / "calib_ids.npy",
-                   "--output", self.scratch / "out", "--work", self.scratch / "work", "--device", "cpu",
+    def quantize(self, *arguments, model=MINI_MOE, tokens=MINI_MOE / "calib_ids.npy", output=None, samples=4, **options):
+        """A short run of the bundled recipe into the scratch folder."""
+        return run("quantize", SOURCE / "configs/mini-moe.yaml", "--model", model, "--tokens", tokens,
+                   "--output", output or self.scratch / "out", "--work", self.scratch / "work", "--device", "cpu",
                    "--set", f"calibration.max_samples={samples}", "--set", "calibration.max_length=64", *arguments, **options)  # fmt: skip
 
     def assert_refused(self, result, code, *parts):

@@ -1,0 +1,98 @@
+"""The number of ranks, the plan of reduction and the memory budget decide how a run is carried out, not what comes out of it."""
+
+import json
+import random
+import unittest
+
+from checkpoints import differing_codes, module_records, same_files, tensors
+from program import MINI_MOE, SOURCE, ProgramTest, run
+
+SHARE = 1e-4  # of codes that may sit on a rounding boundary and fall to the other side when sums are added in another order
+
+
+class Ranks(ProgramTest):
+    def job(self, name, *arguments, ranks=1, tokens=None):
+        output, work = self.scratch / name, self.scratch / f"{name}.work"
+        result = run("quantize", SOURCE / "configs/mini-moe.yaml", "--model", MINI_MOE, "--tokens", tokens or MINI_MOE / "calib_ids.npy",
+                     "--output", output, "--work", work, "--device", "cpu", "--set", "calibration.max_samples=32",
+                     "--set", "calibration.max_length=128", *arguments, ranks=ranks, threads=1)  # fmt: skip
+        self.assertEqual(result.returncode, 0, result.stderr + result.stdout)
+        return output
+
+    def assert_same(self, one, other, exact=False):
+        differing, compared = differing_codes(one, other)
+        print(f"{other.name} against {one.name}: {differing} of {compared} codes differ")
+        self.assertLessEqual(differing, 0 if exact else SHARE * compared)
+        left, right = (module_records(d.with_name(d.name + ".work")) for d in (one, other))
+        self.assertEqual(left.keys(), right.keys())
+        for module, record in left.items():
+            for key in ("verdict", "tokens", "dead_columns"):
+                self.assertEqual(record[key], right[module][key], f"{module} {key}")
+            # Damping is a fixed share of the Hessian's mean diagonal, so it tells whether the Hessians agree.
+            self.assertAlmostEqual(record["damping"], right[module]["damping"], delta=2e-6 * abs(record["damping"]), msg=module)
+
+    def test_the_comparison_sees_a_flipped_code(self):
+        one = self.job("one")
+        copy = self.scratch / "copy"
+        copy.mkdir()
+        for path in one.iterdir():
+            data = bytearray(path.read_bytes())
+            if path.name.startswith("model-00001"):
+                name = next(n for n in tensors(one) if n.startswith("model.layers.0.") and n.endswith("packed"))
+                data[data.find(tensors(one)[name][2])] ^= 1
+            (copy / path.name).write_bytes(data)
+        self.assertEqual(differing_codes(one, copy)[0], 1)
+        self.assertEqual(same_files(one, copy), ["model-00001-of-00005.safetensors"])
+
+    def test_one_to_four_ranks(self):
+        one = self.job("ranks1")
+        for ranks in (2, 3, 4):
+            other = self.job(f"ranks{ranks}", ranks=ranks)
+            self.assert_same(one, other)
+            if ranks == 3:
+                self.assertEqual(same_files(other, self.job("ranks3again", ranks=3)), [], "the same job twice")
+
+    def test_reductions_to_owners_and_to_all_give_the_same(self):
+        scatter = self.job("scatter", "--set", "parallel.reduce=reduce_scatter", ranks=3)
+        everywhere = self.job("everywhere", "--set", "parallel.reduce=all_reduce", ranks=3)
+        self.assert_same(scatter, everywhere)
+
+    def test_ragged_samples(self):
+        choose = random.Random(5)
+        path = self.scratch / "ragged.jsonl"
+        path.write_text("\n".join(json.dumps([choose.randrange(2048) for _ in range(choose.randint(1, 200))]) for _ in range(23)))
+        arguments = ("--set", "calibration.max_length=0")
+        self.assert_same(self.job("ragged1", *arguments, tokens=path), self.job("ragged4", *arguments, tokens=path, ranks=4))
+
+    def test_waves_change_nothing(self):
+        # 16 experts with Hessians of 128 x 128 floats; six of them fit, so three waves.
+        one = self.job("whole")
+        waves = self.job("waves", "--set", f"memory.hessian_budget={6 * 128 * 128 * 4}")
+        self.assert_same(one, waves, exact=True)
+        self.assert_same(one, self.job("waves2", "--set", f"memory.hessian_budget={6 * 128 * 128 * 4}", ranks=2))
+
+    def test_every_expert_sees_every_token(self):
+        arguments = ("--set", "calibration.experts=all", "--set", "calibration.max_samples=8")
+        one = self.job("all1", *arguments)
+        self.assert_same(one, self.job("all2", *arguments, ranks=2))
+        for record in module_records(self.scratch / "all1.work").values():
+            self.assertEqual(record["tokens"], 8 * 128)
+
+    def test_layer_by_layer(self):
+        arguments = ("--set", "calibration.sequential=layer")
+        self.assert_same(self.job("layer1", *arguments), self.job("layer2", *arguments, ranks=2))
+
+    def test_ignored_linears_stay_as_they_are(self):
+        out = self.job("ignoring", "--set", 'ignore=[lm_head, "re:.*mlp.gate$", "re:.*layers.1.self_attn.k_proj", "re:.*layers.2.mlp.experts"]')
+        names, before = tensors(out), tensors(MINI_MOE)
+        for kept in ("model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight", "lm_head.weight"):
+            self.assertEqual(names[kept], before[kept])
+        self.assertIn("model.layers.1.self_attn.q_proj.weight_packed", names)
+        self.assertNotIn("model.layers.1.self_attn.k_proj.weight_packed", names)
+        ignore = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+        self.assertIn("model.layers.1.self_attn.k_proj", ignore)
+        self.assertIn("model.layers.0.mlp.gate", ignore)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,146 @@
+"""Jobs that die, are told to stop, meet a full disk or changed inputs: the same command goes on, and the output is the uninterrupted run's, byte for byte."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import time
+import unittest
+
+from checkpoints import module_records, same_files
+from program import BINARY, MINI_MOE, SOURCE, USAGE, ProgramTest, run
+
+STOPPED = 85
+
+
+class Restart(ProgramTest):
+    def command(self, name, *arguments):
+        return ["quantize", SOURCE / "configs/mini-moe.yaml", "--model", MINI_MOE, "--tokens", MINI_MOE / "calib_ids.npy",
+                "--output", self.scratch / name, "--work", self.scratch / f"{name}.work", "--device", "cpu", "--set", "calibration.max_samples=16",
+                "--set", "calibration.max_length=128", "--set", "checkpoint.interval_seconds=0", *arguments]  # fmt: skip
+
+    def job(self, name, *arguments, ranks=2, fault=None, threads=1):
+        environment = {key: value for key, value in os.environ.items() if key != "SHARDQ_FAULT"}
+        if fault:
+            environment["SHARDQ_FAULT"] = fault
+        environment.update(OMP_NUM_THREADS=str(threads), OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+        launcher = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)] if ranks else []
+        return subprocess.run([*launcher, BINARY, *map(str, self.command(name, *arguments))], env=environment, capture_output=True, text=True,
+                              timeout=300, cwd=SOURCE)  # fmt: skip
+
+    def finished(self, name, *arguments, **options):
+        result = self.job(name, *arguments, **options)
+        self.assertEqual(result.returncode, 0, result.stderr + result.stdout)
+        return self.scratch / name
+
+    def assert_identical(self, one, other):
+        self.assertEqual(same_files(one, other), [])
+        self.assertEqual(module_records(one.with_name(one.name + ".work")).keys(), module_records(other.with_name(other.name + ".work")).keys())
+
+    def test_killed_anywhere_goes_on(self):
+        whole = self.finished("whole")
+        for fault in ("kill@tap_solved#1,rank=1", "kill@safe_point#9,rank=0", "kill@tap_solved#6,rank=1", "kill@hidden_stored#2,rank=0",
+                      "kill@layer_done#4,rank=1", "kill@published,rank=0"):  # fmt: skip
+            with self.subTest(fault):
+                died = self.job("again", fault=fault)
+                self.assertNotEqual(died.returncode, 0, "the fault did not fire")
+                if "published" not in fault:
+                    self.assertFalse((self.scratch / "again").exists(), "half a checkpoint under the final name")
+                resumed = self.job("again")
+                self.assertEqual(resumed.returncode, 0, resumed.stderr + resumed.stdout)
+                self.assert_identical(whole, self.scratch / "again")
+                for folder in ("again", "again.work"):
+                    shutil.rmtree(self.scratch / folder)
+
+    def test_another_number_of_ranks_goes_on(self):
+        whole = self.finished("whole")
+        self.assertNotEqual(self.job("again", fault="kill@tap_solved#9,rank=1").returncode, 0)
+        done = [stage["name"] for stage in json.loads((self.scratch / "again.work/manifest.json").read_text())["stages"]]
+        self.assertTrue(done)
+        self.finished("again", ranks=3)
+        # Taps that were stored are the same to the bit; later ones saw sums in another order.
+        self.assertEqual([name for name in same_files(whole, self.scratch / "again") if name.startswith(("config", "recipe", "model.safe"))], [])
+
+    def test_codes_stored_after_every_tap_survive(self):
+        self.assertNotEqual(self.job("again", "--set", "checkpoint.interval_seconds=1000", fault="kill@tap_solved#7,rank=0").returncode, 0)
+        stages = [stage["name"] for stage in json.loads((self.scratch / "again.work/manifest.json").read_text())["stages"]]
+        # The sixth tap is committed when the seventh is put, so at least five are there.
+        self.assertEqual(stages[:5], ["layer0000.qkv", "layer0000.o", "layer0000.gate_up", "layer0000.down", "layer0001.qkv"])
+        self.assert_identical(self.finished("whole", "--set", "checkpoint.interval_seconds=1000"), self.finished("again", "--set", "checkpoint.interval_seconds=1000"))
+
+    def test_signals_stop_it_in_order(self):
+        whole = self.finished("whole")
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            with self.subTest(number):
+                environment = dict(os.environ, SHARDQ_FAULT="sleep@safe_point#*=0.05", OMP_NUM_THREADS="1")
+                process = subprocess.Popen([BINARY, *map(str, self.command("again"))], env=environment, stderr=subprocess.PIPE, text=True)
+                deadline = time.time() + 60
+                while not list((self.scratch / "again.work").glob("manifest.json")) and time.time() < deadline:
+                    time.sleep(0.02)
+                process.send_signal(number)
+                _, errors = process.communicate(timeout=60)
+                self.assertEqual(process.returncode, STOPPED, errors)
+                self.assertIn("same command resumes", errors)
+                self.assertFalse((self.scratch / "again").exists())
+                self.finished("again", ranks=0)
+                for folder in ("again", "again.work"):
+                    shutil.rmtree(self.scratch / folder)
+        self.assertTrue(whole.exists())
+
+    def test_a_finished_run_says_so(self):
+        self.finished("whole")
+        again = self.job("whole")
+        self.assertEqual(again.returncode, 0)
+        self.assertIn("already finished", again.stdout)
+
+    def test_changed_inputs_are_refused_by_name(self):
+        self.assertNotEqual(self.job("again", fault="kill@tap_solved#3,rank=0").returncode, 0)
+        for arguments, word in ((("--set", "quantization.num_bits=3"), "num_bits"), (("--set", "calibration.max_samples=15"), "tokens"),
+                                (("--model", self.changed_model()), "model")):  # fmt: skip
+            result = self.job("again", *arguments)
+            self.assertEqual(result.returncode, USAGE, result.stderr)
+            self.assertIn(word, result.stderr)
+        self.finished("again", "--resume", "require")
+
+    def changed_model(self):
+        copy = self.model_copy()
+        shard = copy / "model-00001-of-00002.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+        return copy
+
+    def test_resume_never_and_require(self):
+        missing = self.job("fresh", "--resume", "require")
+        self.assertEqual(missing.returncode, USAGE)
+        self.assertIn("no run to resume", missing.stderr)
+        self.assertNotEqual(self.job("again", fault="kill@tap_solved#3,rank=0").returncode, 0)
+        self.finished("again", "--resume", "never", "--set", "quantization.num_bits=8")
+
+    def test_two_jobs_on_one_work_directory(self):
+        environment = dict(os.environ, SHARDQ_FAULT="sleep@safe_point#*=0.2", OMP_NUM_THREADS="1")
+        first = subprocess.Popen([BINARY, *map(str, self.command("shared"))], env=environment, stderr=subprocess.DEVNULL)
+        self.addCleanup(first.kill)
+        deadline = time.time() + 60
+        while not (self.scratch / "shared.work/manifest.json").exists() and time.time() < deadline:
+            time.sleep(0.05)
+        second = self.job("shared", ranks=0)
+        self.assertEqual(second.returncode, USAGE, second.stderr)
+        self.assertIn(str(first.pid), second.stderr)
+        first.kill()
+        first.wait()
+        self.finished("shared", ranks=0)
+
+    def test_a_rank_that_fails_ends_the_job(self):
+        before = time.time()
+        result = self.job("failing", ranks=3, fault="throw@tap_solved#2=4,rank=1")
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("rank 1", result.stderr)
+        self.assertLess(time.time() - before, 60)
+        self.finished("failing", ranks=3)
+
+
+if __name__ == "__main__":
+    unittest.main()
