@@ -22,11 +22,25 @@ namespace {
 using cpu::kLanes;
 constexpr int64_t kStrip = 8;
 
+/// Scales and zeros of one group for the rows of a tile.
+struct LaneGrid {
+  float scale[kLanes], zero[kLanes];
+};
+
 /// One thread's copy of a tile; arrays are [width][kLanes].
 struct Tile {
-  explicit Tile(int64_t width) : shifted(width * kLanes), weight(width * kLanes), residual(width * kLanes) {}
+  Tile(int64_t width, int64_t groups)
+      : shifted(width * kLanes),
+        weight(width * kLanes),
+        residual(width * kLanes),
+        codes(width * kLanes),
+        grids(groups),
+        known(groups) {}
   std::vector<float> shifted, weight, residual;
-  float scale[kLanes], zero[kLanes], loss[kLanes];
+  std::vector<int8_t> codes;
+  std::vector<LaneGrid> grids;  // [groups], filled when first needed: with an activation order any group may come next
+  std::vector<char> known;      // [groups]
+  float loss[kLanes];
 };
 
 /// Where a tile lies: matrix, first row, rows in use. Lanes beyond `rows` repeat the last row and are never written
@@ -38,47 +52,58 @@ struct TilePlace {
 
 void load_tile(const GptqBlock& b, const TilePlace& at, Tile& tile) {
   const int64_t width = b.shifted.cols, cols = b.weight.cols;
-  const int32_t* order = b.order ? b.order + at.matrix * cols : nullptr;
+  const int32_t* column = b.order ? b.order + at.matrix * cols + b.begin : nullptr;
   const MatrixView shifted = b.shifted[at.matrix], weight = b.weight[at.matrix];
   cpu::with_type(weight.dtype, [&]<class T>(T*) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const float* p = shifted.as<float>() + at.row_of(lane) * shifted.stride;
       const T* w = weight.as<T>() + at.row_of(lane) * weight.stride;
-      for (int64_t j = 0; j < width; ++j) {
-        const int64_t column = order ? order[b.begin + j] : b.begin + j;
-        tile.shifted[j * kLanes + lane] = p[j];
-        tile.weight[j * kLanes + lane] = to_float(w[column]);
+      for (int64_t j = 0; j < width; ++j) tile.shifted[j * kLanes + lane] = p[j];
+      if (column) {
+        const T* next = weight.as<T>() + at.row_of(lane + 1) * weight.stride;
+        for (int64_t j = 0; j < width; ++j) {
+          __builtin_prefetch(next + column[j]);  // scattered columns: no hardware prefetcher follows them
+          tile.weight[j * kLanes + lane] = to_float(w[column[j]]);
+        }
+      } else {
+        for (int64_t j = 0; j < width; ++j) tile.weight[j * kLanes + lane] = to_float(w[b.begin + j]);
       }
     }
   });
+  std::fill(tile.known.begin(), tile.known.end(), 0);
+  std::fill(tile.loss, tile.loss + kLanes, 0.0f);
 }
 
-void load_scales(const GptqBlock& b, const TilePlace& at, int64_t group, Tile& tile) {
+const LaneGrid& grid_of(const GptqBlock& b, const TilePlace& at, int64_t group, Tile& tile) {
+  LaneGrid& grid = tile.grids[group];
+  if (tile.known[group]) return grid;
   for (int lane = 0; lane < kLanes; ++lane) {
     const int64_t index = (at.matrix * b.weight.rows + at.row_of(lane)) * b.groups + group;
-    tile.scale[lane] = b.scales[index];
-    tile.zero[lane] = b.zeros ? static_cast<float>(b.zeros[index]) : 0.0f;
+    grid.scale[lane] = b.scales[index];
+    grid.zero[lane] = b.zeros ? static_cast<float>(b.zeros[index]) : 0.0f;
   }
+  tile.known[group] = 1;
+  return grid;
 }
 
-/// Quantizes column j of the tile: codes out, residual and loss into the tile.
+/// Quantizes column j of the tile: code, residual and loss.
 template <DType kScale>
-void quantize_column(const GptqBlock& b, const TilePlace& at, int64_t j, int64_t column, Tile& tile) {
-  const float pivot = b.pivots[at.matrix * b.weight.cols + b.begin + j], weight_of_error = pivot * pivot;
+void quantize_column(const GptqBlock& b, float pivot, int64_t j, const LaneGrid& grid, Tile& tile) {
   const cpu::CodeRange range = cpu::code_range(b.grid);
+  const float weight_of_error = pivot * pivot;
   const float *p = &tile.shifted[j * kLanes], *w = &tile.weight[j * kLanes];
-  float* d = &tile.residual[j * kLanes];
-  int32_t code[kLanes];
+  float *d = &tile.residual[j * kLanes], *loss = tile.loss;
+  int8_t* codes = &tile.codes[j * kLanes];
 #pragma omp simd
   for (int i = 0; i < kLanes; ++i) {
     float q;
-    cpu::quantize_lane<kScale>(p[i], tile.scale[i], tile.zero[i], range, code[i], q);
+    int32_t code;
+    cpu::quantize_lane<kScale>(p[i], grid.scale[i], grid.zero[i], range, code, q);
+    codes[i] = static_cast<int8_t>(code);
     d[i] = w[i] - q;
     const float error = p[i] - q;
-    tile.loss[i] = std::fma(error * error, weight_of_error, tile.loss[i]);
+    loss[i] = std::fma(error * error, weight_of_error, loss[i]);
   }
-  int8_t* out = b.codes + (at.matrix * b.weight.rows + at.row) * b.weight.cols + column;
-  for (int64_t i = 0; i < at.rows; ++i) out[i * b.weight.cols] = static_cast<int8_t>(code[i]);
 }
 
 /// shifted_k += D_j T(j, k) for j in [from, to) ascending; `t` points at T(from, k).
@@ -106,19 +131,16 @@ template <DType kScale>
 void solve_tile(const GptqBlock& b, const TilePlace& at, Tile& tile) {
   const int64_t width = b.shifted.cols, cols = b.weight.cols;
   const MatrixView factor = b.factor[at.matrix];
-  const int32_t* order = b.order ? b.order + at.matrix * cols : nullptr;
+  const int32_t* column = b.order ? b.order + at.matrix * cols + b.begin : nullptr;
+  const float* pivots = b.pivots + at.matrix * cols + b.begin;
   const auto t_row = [&](int64_t k, int64_t j) {
     return factor.as<float>() + (b.begin + k) * factor.stride + b.begin + j;
   };
-  load_tile(b, at, tile);
-  std::fill(tile.loss, tile.loss + kLanes, 0.0f);
-  int64_t group = -1;
   for (int64_t strip = 0; strip < width; strip += kStrip) {
     const int64_t end = std::min(strip + kStrip, width);
     for (int64_t j = strip; j < end; ++j) {
-      const int64_t column = order ? order[b.begin + j] : b.begin + j;
-      if (column / b.group_size != group) load_scales(b, at, group = column / b.group_size, tile);
-      quantize_column<kScale>(b, at, j, column, tile);
+      const int64_t group = (column ? column[j] : b.begin + j) / b.group_size;
+      quantize_column<kScale>(b, pivots[j], j, grid_of(b, at, group, tile), tile);
       for (int64_t k = j + 1; k < end; ++k)
         update_column(&tile.residual[j * kLanes], t_row(k, j), 1, &tile.shifted[k * kLanes]);
     }
@@ -128,12 +150,16 @@ void solve_tile(const GptqBlock& b, const TilePlace& at, Tile& tile) {
 }
 
 void store_tile(const GptqBlock& b, const TilePlace& at, const Tile& tile) {
-  const int64_t width = b.shifted.cols;
+  const int64_t width = b.shifted.cols, cols = b.weight.cols;
   const MatrixView residual = b.residual[at.matrix];
+  const int32_t* column = b.order ? b.order + at.matrix * cols + b.begin : nullptr;
   for (int64_t i = 0; i < at.rows; ++i) {
+    const int64_t row = at.matrix * b.weight.rows + at.row + i;
     float* d = residual.as<float>() + (at.row + i) * residual.stride + b.begin;
+    int8_t* codes = b.codes + row * cols;
     for (int64_t j = 0; j < width; ++j) d[j] = tile.residual[j * kLanes + i];
-    b.losses[at.matrix * b.weight.rows + at.row + i] += tile.loss[i];
+    for (int64_t j = 0; j < width; ++j) codes[column ? column[j] : b.begin + j] = tile.codes[j * kLanes + i];
+    b.losses[row] += tile.loss[i];
   }
 }
 
@@ -155,11 +181,12 @@ void CpuBackend::gptq_block(const GptqBlock& b) {
   const int64_t tiles = (rows + kLanes - 1) / kLanes;
 #pragma omp parallel
   {
-    Tile tile(width);
+    Tile tile(width, b.groups);
 #pragma omp for collapse(2) schedule(static)
     for (int64_t e = 0; e < count; ++e)
       for (int64_t i = 0; i < tiles; ++i) {
         const TilePlace at{e, i * kLanes, std::min<int64_t>(kLanes, rows - i * kLanes)};
+        load_tile(b, at, tile);
         cpu::with_scale_dtype(b.grid.scale_dtype, [&]<DType kScale>() { solve_tile<kScale>(b, at, tile); });
         store_tile(b, at, tile);
       }
@@ -182,7 +209,11 @@ void CpuBackend::load_columns(StackView weight, const int32_t* order, int64_t be
           continue;
         }
         const int32_t* column = order + e * weight.cols + begin;
-        for (int64_t j = 0; j < target.cols; ++j) out[j] = to_float(w[column[j]]);
+        const T* next = r + 1 < weight.rows ? w + weight.stride : w;
+        for (int64_t j = 0; j < target.cols; ++j) {
+          __builtin_prefetch(next + column[j]);
+          out[j] = to_float(w[column[j]]);
+        }
       }
   });
 }

@@ -8,8 +8,9 @@
 // compiler turns each loop into vector instructions. Same bits as grid.hpp; a test compares them.
 namespace shardq::cpu {
 
-/// Rows side by side in one tile: one AVX-512 register of floats.
-inline constexpr int kLanes = 16;
+/// Rows side by side in one tile: two AVX-512 registers of floats, so that two chains of dependent operations (a
+/// division in each) overlap.
+inline constexpr int kLanes = 32;
 
 /// round_to without branches.
 template <DType kDType>

@@ -11,6 +11,7 @@
 #include "kernels/cpu/convert.hpp"
 #include "kernels/cpu/cpu_backend.hpp"
 #include "kernels/cpu/lanes.hpp"
+#include "kernels/cpu/power.hpp"
 
 namespace shardq {
 namespace {
@@ -63,7 +64,8 @@ void measure(const ScaleSearch& search, GroupTile& g) {
 #pragma omp simd
       for (int i = 0; i < kLanes; ++i) g.error[i] += importance * (difference[i] * difference[i]);
     } else {
-      for (int i = 0; i < kLanes; ++i) g.error[i] += importance * powf(difference[i], search.norm);
+#pragma omp simd
+      for (int i = 0; i < kLanes; ++i) g.error[i] += importance * cpu::power_lane(difference[i], search.norm);
     }
   }
 }
