@@ -10,7 +10,7 @@ checks that
 It prints one JSON object. transformers 5.24 loads packed routed experts when they are symmetric; it has no zero points for asymmetric ones:
 those are decompressed tensor by tensor through the library into a plain directory (--decompress-to keeps it), and that one is loaded.
 
-Without arguments it quantizes the bundled model with shardq and checks the result, against `shardq eval` too (this is what ctest runs).
+Without a directory it quantizes the bundled model with shardq and checks the result, against `shardq eval` too (this is what ctest runs).
 """
 
 import argparse
@@ -20,6 +20,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+import unittest
 
 try:
     import numpy as np
@@ -33,6 +34,8 @@ try:
 except ImportError as missing:
     print(f"skipped: {missing} (bash jobs/setup.sh tests installs it)")
     sys.exit(77)
+
+from program import MINI_MOE, ProgramTest, read_json, run
 
 
 def read_tensors(directory):
@@ -225,73 +228,73 @@ def main():
     print(json.dumps(check(options.directory, options.dequantized, options.tokens, options.samples, options.decompress_to), indent=2))
 
 
-if len(sys.argv) == 1:
-    import unittest
+HELDOUT, SAMPLES = MINI_MOE / "heldout_ids.npy", 16
 
-    from program import MINI_MOE, ProgramTest, read_json, run
 
-    HELDOUT, SAMPLES = MINI_MOE / "heldout_ids.npy", 16
+class Written(ProgramTest):
+    """What shardq writes; few calibration tokens, as the format and not the quality is looked at."""
 
-    class Written(ProgramTest):
-        """What shardq writes; few calibration tokens, as the format and not the quality is looked at."""
+    def checked(self, *settings):
+        arguments = [part for setting in settings for part in ("--set", setting)]
+        result = self.quantize(*arguments)
+        self.assertEqual(result.returncode, 0, result.stderr + result.stdout)
+        out = self.scratch / "out"
+        ours = read_json(run("eval", out, "--tokens", HELDOUT, "--samples", SAMPLES, "--json", "--device", "cpu"))
+        seen = check(out, tokens=HELDOUT, samples=SAMPLES)
+        self.assertEqual(seen["packed_modules"], 4 * (4 + 16 * 3))
+        return ours["perplexity"], seen
 
-        def checked(self, *settings):
-            arguments = [part for setting in settings for part in ("--set", setting)]
-            result = self.quantize(*arguments)
-            self.assertEqual(result.returncode, 0, result.stderr + result.stdout)
-            out = self.scratch / "out"
-            ours = read_json(run("eval", out, "--tokens", HELDOUT, "--samples", SAMPLES, "--json", "--device", "cpu"))
-            seen = check(out, tokens=HELDOUT, samples=SAMPLES)
-            self.assertEqual(seen["packed_modules"], 4 * (4 + 16 * 3))
-            return ours["perplexity"], seen
+    def test_symmetric(self):
+        ours, seen = self.checked()
+        self.assertAlmostEqual(seen["perplexity_transformers"] / ours, 1, delta=0.01)
 
-        def test_symmetric(self):
-            ours, seen = self.checked()
-            self.assertAlmostEqual(seen["perplexity_transformers"] / ours, 1, delta=0.01)
+    def test_asymmetric_three_bits(self):
+        ours, seen = self.checked("quantization.num_bits=3", "quantization.symmetric=false")
+        self.assertAlmostEqual(seen["perplexity_decompressed"] / ours, 1, delta=0.01)
 
-        def test_asymmetric_three_bits(self):
-            ours, seen = self.checked("quantization.num_bits=3", "quantization.symmetric=false")
-            self.assertAlmostEqual(seen["perplexity_decompressed"] / ours, 1, delta=0.01)
 
-    class Comparison(unittest.TestCase):
-        """The comparison itself: pairs that must fail."""
+class Comparison(unittest.TestCase):
+    """The comparison itself: pairs that must fail."""
 
-        def parts(self):
-            codes = torch.arange(-8, 8, dtype=torch.int8).repeat(4, 2)
-            scale = torch.full((4, 1), 0.3, dtype=torch.bfloat16)
-            return {"weight_packed": pack_to_int32(codes, 4), "weight_scale": scale, "weight_shape": torch.tensor([4, 32])}
+    def parts(self):
+        codes = torch.arange(-8, 8, dtype=torch.int8).repeat(4, 2)
+        scale = torch.full((4, 1), 0.3, dtype=torch.bfloat16)
+        return {"weight_packed": pack_to_int32(codes, 4), "weight_scale": scale, "weight_shape": torch.tensor([4, 32])}
 
-        def scheme(self, **weights):
-            group = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "channel", **weights}}
-            return QuantizationConfig.model_validate({"config_groups": {"group_0": group}}).config_groups["group_0"]
+    def scheme(self, **weights):
+        group = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "channel", **weights}}
+        return QuantizationConfig.model_validate({"config_groups": {"group_0": group}}).config_groups["group_0"]
 
-        def test_equal_and_unequal_weights(self):
-            weight = check_module("m", self.parts(), self.scheme(), None)
-            check_module("m", self.parts(), self.scheme(), weight)
-            changed = weight.clone()
-            changed.view(torch.int16)[3, 7] ^= 1
-            with self.assertRaisesRegex(AssertionError, "1 weights differ"):
-                check_module("m", self.parts(), self.scheme(), changed)
-            with self.assertRaisesRegex(AssertionError, "128 weights differ"):
-                check_module("m", self.parts(), self.scheme(), weight[:, :16])
+    def test_equal_and_unequal_weights(self):
+        weight = check_module("m", self.parts(), self.scheme(), None)
+        check_module("m", self.parts(), self.scheme(), weight)
+        changed = weight.clone()
+        changed.view(torch.int16)[3, 7] ^= 1
+        with self.assertRaisesRegex(AssertionError, "1 weights differ"):
+            check_module("m", self.parts(), self.scheme(), changed)
+        with self.assertRaisesRegex(AssertionError, "128 weights differ"):
+            check_module("m", self.parts(), self.scheme(), weight[:, :16])
 
-        def test_dirty_padding(self):
-            words = np.array([[0x10]], np.int32)
-            np.testing.assert_array_equal(unpacked(words, 3, 2), [[-4, -2]])
-            with self.assertRaisesRegex(AssertionError, "behind the last code"):
-                unpacked(words, 4, 1)
+    def test_dirty_padding(self):
+        words = np.array([[0x10]], np.int32)
+        np.testing.assert_array_equal(unpacked(words, 3, 2), [[-4, -2]])
+        with self.assertRaisesRegex(AssertionError, "behind the last code"):
+            unpacked(words, 4, 1)
 
-        def test_coverage(self):
-            def configured(**keys):
-                group = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "channel"}}
-                return QuantizationConfig.model_validate({"config_groups": {"group_0": group}, **keys})
+    def test_coverage(self):
+        def configured(**keys):
+            group = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "channel"}}
+            return QuantizationConfig.model_validate({"config_groups": {"group_0": group}, **keys})
 
-            tensors = {"a.weight_packed": torch.zeros(1), "b.weight": torch.zeros(2, 2), "norm.weight": torch.zeros(2)}
-            self.assertEqual(check_coverage(tensors, configured(ignore=["b"])), ["a"])
-            for ignore in ([], ["a", "b"], ["re:.*"]):
-                with self.assertRaises(AssertionError):
-                    check_coverage(tensors, configured(ignore=ignore))
+        tensors = {"a.weight_packed": torch.zeros(1), "b.weight": torch.zeros(2, 2), "norm.weight": torch.zeros(2)}
+        self.assertEqual(check_coverage(tensors, configured(ignore=["b"])), ["a"])
+        for ignore in ([], ["a", "b"], ["re:.*"]):
+            with self.assertRaises(AssertionError):
+                check_coverage(tensors, configured(ignore=ignore))
 
-    unittest.main()
-elif __name__ == "__main__":
-    main()
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and pathlib.Path(sys.argv[1]).is_dir():
+        main()
+    else:
+        unittest.main()
