@@ -95,6 +95,10 @@ class Backend {
   /// Lower triangles, row by row, n (n + 1) / 2 values a matrix, to or from one contiguous array in backend memory.
   virtual void pack_lower(StackView h, float* packed) = 0;
   virtual void unpack_lower(const float* packed, StackView h) = 0;
+  /// Order-free sums (exact_sum.hpp): adds `count` floats to the integer pairs coarse, fine (all in backend memory); zeroed pairs are an empty sum.
+  virtual void add_exact(const float* values, int64_t count, int64_t* coarse, int64_t* fine) = 0;
+  /// The sums as floats.
+  virtual void read_exact(const int64_t* coarse, const int64_t* fine, int64_t count, float* values) = 0;
 
   // ---- solver ------------------------------------------------------------------------------------
   /// One reversed Cholesky for each matrix named in `which`: H[order][:, order] + damping I = R R^T, R upper triangular.

@@ -36,6 +36,8 @@ class CudaBackend final : public Backend {
   void diagonals(StackView h, float* host) override;
   void pack_lower(StackView h, float* packed) override;
   void unpack_lower(const float* packed, StackView h) override;
+  void add_exact(const float* values, int64_t count, int64_t* coarse, int64_t* fine) override;
+  void read_exact(const int64_t* coarse, const int64_t* fine, int64_t count, float* values) override;
   void factorize(StackView h, const int32_t* order, std::span<const int64_t> which, std::span<const float> damping,
                  StackView factor, float* pivots, std::span<int> status) override;
   void find_scales(StackView w, const float* importance, int shrink_steps, float norm, const Grid& grid,

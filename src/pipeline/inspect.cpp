@@ -55,7 +55,7 @@ std::string inspect(const std::filesystem::path& directory, bool json) {
       const Json manifest = Json::parse(read_text(directory / "manifest.json"));
       if (json) return manifest.dump(1);
       std::string text = "unfinished run, stages stored:\n";
-      for (const Json& stage : manifest.at("stages"))
+      for (const Json& stage : manifest.at("content").at("stages"))
         text += fmt::format("  {}\n", stage.at("name").get<std::string>());
       return text;
     }

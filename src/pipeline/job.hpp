@@ -25,16 +25,21 @@ struct Job {
   Selection selection;
   DType compute = DType::bf16;
   std::vector<Range> shares;  ///< samples of each rank, contiguous, in rank order
-  int64_t chunk_tokens = 8192;
-  int64_t most_chunks = 0;  ///< chunks of the rank that has most: every rank makes as many safe points
-  PhaseSeconds seconds;     ///< of this rank
+  std::vector<Range> chunks;  ///< of all ranks, ranges of samples
+  bool reproducible = false;  ///< order-free Hessian sums
+  int64_t most_chunks = 0;    ///< chunks of the rank that has most: every rank makes as many safe points
+  PhaseSeconds seconds;       ///< of this rank
 
   Range my_samples() const { return shares[host.rank()]; }
 };
 
-/// Contiguous shares of samples with balanced token counts: every sample exactly once; equal lengths give part(count,
-/// ranks, rank). Contiguous, so that the hidden states of a rank are one range of rows and any other number of ranks
-/// can take them over.
-std::vector<Range> balanced_shares(const TokenSet& tokens, int ranks);
+/// Chunks: ranges of consecutive whole samples of at most `chunk_tokens` tokens (a longer sample is a chunk of its
+/// own). They depend on the tokens alone, not on the ranks: with order-free sums that makes results independent of the
+/// ranks.
+std::vector<Range> make_chunks(const TokenSet& tokens, Range samples, int64_t chunk_tokens);
+/// Contiguous shares of samples with balanced token counts, split between chunks only: every sample exactly once.
+/// Contiguous, so that the hidden states of a rank are one range of rows and any other number of ranks can take them
+/// over. `chunks` of single samples balance best.
+std::vector<Range> balanced_shares(const TokenSet& tokens, const std::vector<Range>& chunks, int ranks);
 
 }  // namespace shardq

@@ -79,7 +79,7 @@ Plan make_plan(const Recipe& recipe, const Inputs& inputs, const PlanMachine& ma
   plan.samples = inputs.tokens->size();
   plan.tokens = inputs.tokens->tokens();
   plan.longest = inputs.tokens->longest();
-  plan.chunk_tokens = recipe.chunk_tokens > 0 ? recipe.chunk_tokens : machine.cuda ? 65536 : 4096;
+  plan.chunk_tokens = default_chunk_tokens(recipe, machine.cuda);
   plan.quantized_linears = inputs.selection.count;
   plan.ignored_linears = static_cast<int64_t>(inputs.selection.ignored.size());
   plan.input_bytes = inputs.checkpoint->total_bytes();
@@ -95,7 +95,8 @@ Plan make_plan(const Recipe& recipe, const Inputs& inputs, const PlanMachine& ma
 
   const int64_t my_tokens = [&] {
     int64_t most = 0;
-    for (const Range& share : balanced_shares(*inputs.tokens, machine.ranks)) {
+    for (const Range& share :
+         balanced_shares(*inputs.tokens, make_chunks(*inputs.tokens, {0, plan.samples}, 0), machine.ranks)) {
       int64_t sum = 0;
       for (int64_t s = share.begin; s < share.end; ++s) sum += static_cast<int64_t>((*inputs.tokens)[s].size());
       most = std::max(most, sum);

@@ -44,6 +44,11 @@ std::string work_directory(const Recipe& recipe) {
   return output + ".work";
 }
 
+int64_t default_chunk_tokens(const Recipe& recipe, bool cuda) {
+  if (recipe.chunk_tokens > 0) return recipe.chunk_tokens;
+  return cuda ? 65536 : 2048;
+}
+
 DType compute_dtype(const Recipe& recipe, const ModelSpec& spec) {
   if (recipe.compute == "bf16") return DType::bf16;
   if (recipe.compute == "f32") return DType::f32;

@@ -35,6 +35,9 @@ std::map<std::string, std::string> run_fingerprint(const Recipe& recipe, const I
 
 /// Work directory of a recipe: `work`, or `<output>.work`.
 std::string work_directory(const Recipe& recipe);
+/// Tokens a chunk: the recipe's, or 2048 on the CPU (fixed chunks should be small enough to share among ranks) and
+/// 65536 on CUDA.
+int64_t default_chunk_tokens(const Recipe& recipe, bool cuda);
 /// The whole recipe's compute dtype for a checkpoint.
 DType compute_dtype(const Recipe& recipe, const ModelSpec& spec);
 

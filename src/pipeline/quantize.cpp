@@ -36,7 +36,7 @@ class Run {
 
  private:
   bool rtn() const { return job_.recipe.scheme.method == Method::rtn; }
-  void make_chunks();
+  void start_chunks();
   int64_t start_layer();
   void layer(const LayerSpec& layer);
   TapResult solve_or_load(TapSolver& solver, LayerForward* forward, const LayerSpec& layer, Tap tap,
@@ -67,20 +67,19 @@ int64_t Run::first_token() const {
   return row;
 }
 
-/// Whole sequences, in order, at most chunk_tokens a chunk (a longer sequence is a chunk of its own).
-void Run::make_chunks() {
-  ChunkState* chunk = nullptr;
-  for (int64_t s = job_.my_samples().begin; s < job_.my_samples().end; ++s) {
-    const int64_t length = static_cast<int64_t>(job_.tokens[s].size());
-    if (!chunk || chunk->starts.back() + length > job_.chunk_tokens) {
-      chunk = &chunks_.emplace_back();
-      chunk->starts = {0};
-    }
-    chunk->starts.push_back(chunk->starts.back() + length);
-  }
+/// This rank's chunks, and how many the busiest rank has.
+void Run::start_chunks() {
   std::vector<int64_t> counts(job_.host.size(), 0);
-  counts[job_.host.rank()] = static_cast<int64_t>(chunks_.size());
-  job_.host.all_reduce_sum(counts.data(), job_.host.size());
+  for (const Range& samples : job_.chunks)
+    for (int r = 0; r < job_.host.size(); ++r) {
+      if (samples.begin < job_.shares[r].begin || samples.end > job_.shares[r].end) continue;
+      ++counts[r];
+      if (r != job_.host.rank()) continue;
+      ChunkState& chunk = chunks_.emplace_back();
+      chunk.starts = {0};
+      for (int64_t s = samples.begin; s < samples.end; ++s)
+        chunk.starts.push_back(chunk.starts.back() + static_cast<int64_t>(job_.tokens[s].size()));
+    }
   job_.most_chunks = *std::ranges::max_element(counts);
 }
 
@@ -247,7 +246,7 @@ void Run::layer(const LayerSpec& layer) {
 void Run::layers() {
   const int64_t start = start_layer();
   if (!rtn()) {
-    make_chunks();
+    start_chunks();
     rope_ = rope_table(job_.spec, job_.tokens.longest());
     PhaseTimer timer(job_.seconds, "read");
     agree(job_.host, [&] {
@@ -312,6 +311,8 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
   SHARDQ_CHECK(!recipe.output.empty(), ExitCode::usage, "no output directory given (key output, or --output DIR)");
   agree(host, [&] { inputs = check_inputs(recipe); });
   const std::filesystem::path work = work_directory(recipe);
+  if (recipe.reproducible == "auto") recipe.reproducible = backend.is_host() ? "true" : "false";
+  recipe.chunk_tokens = default_chunk_tokens(recipe, !backend.is_host());
   const auto fingerprint = run_fingerprint(recipe, inputs);
 
   const bool had_work = StageStore::peek_fingerprint(work).has_value();
@@ -356,11 +357,29 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
     if (host.rank() != 0) writer = std::make_unique<OutputWriter>(recipe.output);
   });
 
-  Job job{
-      recipe, backend, host, device, *inputs.checkpoint, inputs.spec, *inputs.tokens, inputs.selection, inputs.compute,
-      {},     0,       0,    {}};
-  job.shares = balanced_shares(*inputs.tokens, host.size());
-  job.chunk_tokens = recipe.chunk_tokens > 0 ? recipe.chunk_tokens : backend.is_host() ? 4096 : 65536;
+  Job job{.recipe = recipe,
+          .backend = backend,
+          .host = host,
+          .device = device,
+          .checkpoint = *inputs.checkpoint,
+          .spec = inputs.spec,
+          .tokens = *inputs.tokens,
+          .selection = inputs.selection,
+          .compute = inputs.compute,
+          .shares = {},
+          .chunks = {},
+          .reproducible = recipe.reproducible == "true",
+          .seconds = {}};
+  const Range all{0, inputs.tokens->size()};
+  if (job.reproducible) {
+    // Fixed chunks, shared out whole: what is in a chunk must not depend on the ranks.
+    job.chunks = make_chunks(*inputs.tokens, all, recipe.chunk_tokens);
+    job.shares = balanced_shares(*inputs.tokens, job.chunks, host.size());
+  } else {
+    job.shares = balanced_shares(*inputs.tokens, make_chunks(*inputs.tokens, all, 0), host.size());
+    for (const Range& share : job.shares)
+      for (const Range& chunk : make_chunks(*inputs.tokens, share, recipe.chunk_tokens)) job.chunks.push_back(chunk);
+  }
   LayerOutput output(job, *writer);
   Run run(job, *store, *writer, output, resuming);
   run.layers();

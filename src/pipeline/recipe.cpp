@@ -160,6 +160,7 @@ const std::vector<Key>& keys() {
       choice<ExpertTokens>("calibration.experts", SHARDQ_MEMBER(experts),
                            {{"routed", ExpertTokens::routed}, {"all", ExpertTokens::all}}),
       flag("calibration.check_finite", SHARDQ_MEMBER(check_finite)),
+      text("parallel.reproducible", SHARDQ_MEMBER(reproducible), {"auto", "true", "false"}),
       choice<ReducePlan>("parallel.reduce", SHARDQ_MEMBER(reduce),
                          {{"all_reduce", ReducePlan::all_reduce}, {"reduce_scatter", ReducePlan::reduce_scatter}}),
       bytes("memory.hessian_budget", SHARDQ_MEMBER(hessian_budget)),
@@ -221,12 +222,14 @@ void apply(Recipe& recipe, const std::string& name, const YAML::Node& node, cons
   }
 }
 
-void apply_map(Recipe& recipe, const std::string& prefix, const YAML::Node& map, const std::string& file) {
+void apply_map(Recipe& recipe, const std::string& prefix, const YAML::Node& map, const std::string& file,
+               const std::set<std::string>& skip) {
   for (const auto& entry : map) {
     const std::string name = prefix + entry.first.Scalar();
+    if (skip.contains(name)) continue;
     const std::string where = fmt::format("{}:{}", file, entry.first.Mark().line + 1);
     if (entry.second.IsMap() && is_section(name)) {
-      apply_map(recipe, name + ".", entry.second, file);
+      apply_map(recipe, name + ".", entry.second, file, skip);
     } else {
       apply(recipe, name, entry.second, where);
     }
@@ -274,13 +277,10 @@ Recipe read_recipe(const std::filesystem::path& file,
   if (root.IsMap() && root["scheme"]) apply(recipe, "scheme", root["scheme"], file.string());
   if (scheme_override) apply(recipe, "scheme", YAML::Node(*scheme_override), "--scheme");
   if (root.IsMap()) {
-    YAML::Node rest = YAML::Clone(root);
-    rest.remove("scheme");
     // --scheme replaces what the file says about the format: a file's num_bits must not survive a preset given by hand.
-    if (scheme_override)
-      for (const char* key : {"num_bits", "symmetric", "group_size"})
-        if (rest["quantization"] && rest["quantization"].IsMap()) rest["quantization"].remove(key);
-    apply_map(recipe, "", rest, file.string());
+    std::set<std::string> done{"scheme"};
+    if (scheme_override) done.insert({"quantization.num_bits", "quantization.symmetric", "quantization.group_size"});
+    apply_map(recipe, "", root, file.string(), done);
   }
   for (const auto& [name, value] : overrides) {
     if (name == "scheme") continue;

@@ -36,6 +36,9 @@ struct Recipe {
   ExpertTokens experts = ExpertTokens::routed;
   bool check_finite = true;  ///< scan every weight for NaN and Inf before its layer is solved
 
+  /// Order-free Hessian sums over fixed chunks: the same bits on any number of ranks, for four times the memory of a
+  /// Hessian while it is summed. "auto" is on for the CPU and off for CUDA.
+  std::string reproducible = "auto";
   ReducePlan reduce = ReducePlan::reduce_scatter;
   int64_t hessian_budget = 0;        ///< bytes of expert Hessians held at once; 0: a quarter of the device's memory
   double checkpoint_interval = 300;  ///< seconds between stored hidden states; codes are stored after every tap

@@ -7,7 +7,7 @@
 namespace shardq {
 namespace {
 
-/// Bytes of one Hessian while it is accumulated, reduced (packed triangle) and factored.
+/// Bytes of one Hessian.
 int64_t hessian_bytes(int64_t cols) {
   return cols * cols * 4;
 }
@@ -79,6 +79,14 @@ TapHessian TapSolver::new_hessian(Tap tap, Range matrices) {
   hessian.sums = Tensor(job_.backend, DType::f32, {matrices.size(), cols, cols}, "Hessian sums");
   job_.backend.zero(hessian.sums.data(), hessian.sums.bytes());
   hessian.tokens.assign(matrices.size(), 0);
+  if (job_.reproducible) {
+    const Shape triangles{matrices.size(), cols * (cols + 1) / 2};
+    hessian.packed = Tensor(job_.backend, DType::f32, triangles, "Hessian triangles of a chunk");
+    for (Tensor* sum : {&hessian.coarse, &hessian.fine}) {
+      *sum = Tensor(job_.backend, DType::i64, triangles, "order-free Hessian sums");
+      job_.backend.zero(sum->data(), sum->bytes());
+    }
+  }
   return hessian;
 }
 
@@ -94,7 +102,7 @@ void TapSolver::add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkSt
         x = forward.down_input_of_expert(chunk, i);
         job_.backend.synchronize();
       }
-      add_rows(hessian.sums.stack().range(i - m.begin, i - m.begin + 1), x, std::vector<int64_t>{0, tokens});
+      add_rows(hessian, i - m.begin, x, std::vector<int64_t>{0, tokens});
       hessian.tokens[i - m.begin] += tokens;
     }
     return;
@@ -109,17 +117,49 @@ void TapSolver::add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkSt
   std::vector<int64_t> offsets(input.offsets.begin() + m.begin, input.offsets.begin() + m.end + 1);
   const int64_t first = offsets.front(), last = offsets.back();
   for (int64_t& o : offsets) o -= first;
-  add_rows(hessian.sums.stack(), input.x.row_range(first, last), offsets);
+  add_rows(hessian, 0, input.x.row_range(first, last), offsets);
   for (int64_t i = 0; i < m.size(); ++i) hessian.tokens[i] += offsets[i + 1] - offsets[i];
 }
 
-void TapSolver::add_rows(const StackView& sums, const MatrixView& x, const std::vector<int64_t>& offsets) {
+void TapSolver::add_rows(TapHessian& hessian, int64_t first, const MatrixView& x, const std::vector<int64_t>& offsets) {
   PhaseTimer timer(job_.seconds, "hessian");
-  job_.backend.accumulate_gram(x, sums, offsets);
+  const int64_t count = static_cast<int64_t>(offsets.size()) - 1;
+  const StackView sums = hessian.sums.stack().range(first, first + count);
+  if (job_.reproducible) {
+    // A chunk's own sum first (chunks are the same whatever the ranks), then an addition that no order can change.
+    const int64_t triangle = sums.cols * (sums.cols + 1) / 2;
+    float* packed = hessian.packed.as<float>() + first * triangle;
+    job_.backend.zero(sums.data, count * sums.matrix_stride * 4);
+    job_.backend.accumulate_gram(x, sums, offsets);
+    job_.backend.pack_lower(sums, packed);
+    job_.backend.add_exact(packed, count * triangle, hessian.coarse.as<int64_t>() + first * triangle,
+                           hessian.fine.as<int64_t>() + first * triangle);
+  } else {
+    job_.backend.accumulate_gram(x, sums, offsets);
+  }
   job_.backend.synchronize();
 }
 
+void TapSolver::reduce_exact(TapHessian& hessian) {
+  if (!job_.reproducible) return;
+  PhaseTimer timer(job_.seconds, "reduce");
+  job_.host.all_reduce_sum(hessian.tokens.data(), static_cast<int64_t>(hessian.tokens.size()));
+  if (job_.host.size() > 1) {
+    job_.device.all_reduce_sum(hessian.coarse.as<int64_t>(), hessian.coarse.size());
+    job_.device.all_reduce_sum(hessian.fine.as<int64_t>(), hessian.fine.size());
+  }
+  job_.backend.read_exact(hessian.coarse.as<int64_t>(), hessian.fine.as<int64_t>(), hessian.coarse.size(),
+                          hessian.packed.as<float>());
+  job_.backend.unpack_lower(hessian.packed.as<float>(), hessian.sums.stack());
+  job_.backend.synchronize();
+  hessian.packed = Tensor();
+  hessian.coarse = Tensor();
+  hessian.fine = Tensor();
+  hessian.reduced = true;
+}
+
 void TapSolver::reduce(TapHessian& hessian, bool scatter, std::span<const Range> owners) {
+  if (hessian.reduced) return;
   PhaseTimer timer(job_.seconds, "reduce");
   job_.host.all_reduce_sum(hessian.tokens.data(), static_cast<int64_t>(hessian.tokens.size()));
   if (job_.host.size() == 1) return;
@@ -236,6 +276,7 @@ TapResult TapSolver::solve(Tap tap, LayerForward& forward, std::vector<ChunkStat
   if (shared_hessian(tap)) {
     TapHessian hessian = new_hessian(tap, {0, 1});
     each_chunk(chunks, [&](ChunkState& chunk) { add(hessian, tap, forward, chunk); });
+    reduce_exact(hessian);
     solve_wave(tap, hessian, {}, 0, weights, {0, weights.count}, result);
     result.seconds = watch.seconds();
     return result;
@@ -244,6 +285,7 @@ TapResult TapSolver::solve(Tap tap, LayerForward& forward, std::vector<ChunkStat
   const auto accumulate = [&](Range range) {
     TapHessian hessian = new_hessian(tap, range);
     each_chunk(chunks, [&](ChunkState& chunk) { add(hessian, tap, forward, chunk); });
+    reduce_exact(hessian);
     return hessian;
   };
   Tensor pool;
@@ -260,6 +302,7 @@ TapResult TapSolver::solve(Tap tap, LayerForward& forward, std::vector<ChunkStat
     for (int64_t n : hessian.tokens) pool_tokens += n;
   };
   const auto reduce_pool = [&] {
+    if (job_.reproducible) return;  // summed from Hessians that are sums over all ranks already
     PhaseTimer timer(job_.seconds, "reduce");
     job_.host.all_reduce_sum(&pool_tokens, 1);
     if (job_.host.size() == 1) return;
@@ -294,6 +337,7 @@ std::vector<TapHessian> TapSolver::accumulate_all(LayerForward& forward, std::ve
     ChunkState copy = clone(job_.backend, chunk);
     for (size_t t = 0; t < hessians.size(); ++t) add(hessians[t], kTaps[t], forward, copy);
   });
+  for (TapHessian& hessian : hessians) reduce_exact(hessian);
   return hessians;
 }
 
@@ -307,8 +351,10 @@ TapResult TapSolver::solve_accumulated(Tap tap, TapHessian hessian, const StackV
     job_.backend.zero(pool.data(), pool.bytes());
     job_.backend.sum_stack(hessian.sums.stack(), pool.matrix());
     for (int64_t n : hessian.tokens) pool_tokens += n;
-    job_.host.all_reduce_sum(&pool_tokens, 1);
-    if (job_.host.size() > 1) job_.device.all_reduce_sum(pool.as<float>(), pool.size());
+    if (!hessian.reduced) {
+      job_.host.all_reduce_sum(&pool_tokens, 1);
+      if (job_.host.size() > 1) job_.device.all_reduce_sum(pool.as<float>(), pool.size());
+    }
   }
   solve_wave(tap, hessian, pool ? pool.matrix() : MatrixView{}, pool_tokens, weights, {0, weights.count}, result);
   result.seconds = watch.seconds();

@@ -25,6 +25,8 @@ struct TapResult {
 /// Sums of x x^T (lower triangles) for a range of matrices of one tap, over this rank's tokens.
 struct TapHessian {
   Tensor sums;                  // f32 [count, cols, cols]
+  Tensor packed, coarse, fine;  // reproducible: triangles of one chunk, and the order-free sums of them
+  bool reduced = false;         // summed over ranks already, everywhere
   std::vector<int64_t> tokens;  // [count]
   Range matrices;               // which of the tap's matrices
 };
@@ -55,7 +57,10 @@ class TapSolver {
   void each_chunk(std::vector<ChunkState>& chunks, const std::function<void(ChunkState&)>& body);
   TapHessian new_hessian(Tap tap, Range matrices);
   void add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkState& chunk);
-  void add_rows(const StackView& sums, const MatrixView& x, const std::vector<int64_t>& offsets);
+  /// Rows of matrices [first, first + offsets.size() - 1) of the stack.
+  void add_rows(TapHessian& hessian, int64_t first, const MatrixView& x, const std::vector<int64_t>& offsets);
+  /// Sums over ranks everywhere, in reproducible mode; nothing otherwise.
+  void reduce_exact(TapHessian& hessian);
   void reduce(TapHessian& hessian, bool scatter, std::span<const Range> owners);
   void solve_wave(Tap tap, TapHessian& hessian, MatrixView pool, int64_t pool_tokens, const StackView& weights,
                   Range wave, TapResult& result);

@@ -1,4 +1,7 @@
-"""The number of ranks, the plan of reduction and the memory budget decide how a run is carried out, not what comes out of it."""
+"""The number of ranks, the plan of reduction and the memory budget decide how a run is carried out, not what comes out of it.
+
+On the CPU, sums are order-free and chunks are fixed, so outputs are the same bytes. With parallel.reproducible=false sums differ in their last bits; then
+one code on a rounding boundary moves every later activation a little, and the share of codes that differ grows over the layers."""
 
 import json
 import random
@@ -7,7 +10,7 @@ import unittest
 from checkpoints import differing_codes, module_records, same_files, tensors
 from program import MINI_MOE, SOURCE, ProgramTest, run
 
-SHARE = 1e-4  # of codes that may sit on a rounding boundary and fall to the other side when sums are added in another order
+SHARE = 1e-2  # of codes that may differ where sums are not order-free (4 layers, 4096 calibration tokens)
 
 
 class Ranks(ProgramTest):
@@ -19,17 +22,19 @@ class Ranks(ProgramTest):
         self.assertEqual(result.returncode, 0, result.stderr + result.stdout)
         return output
 
-    def assert_same(self, one, other, exact=False):
+    def assert_same(self, one, other, exact=True):
         differing, compared = differing_codes(one, other)
         print(f"{other.name} against {one.name}: {differing} of {compared} codes differ")
         self.assertLessEqual(differing, 0 if exact else SHARE * compared)
+        if exact:
+            self.assertEqual([name for name in same_files(one, other) if name != "recipe.yaml"], [])
         left, right = (module_records(d.with_name(d.name + ".work")) for d in (one, other))
         self.assertEqual(left.keys(), right.keys())
         for module, record in left.items():
             for key in ("verdict", "tokens", "dead_columns"):
                 self.assertEqual(record[key], right[module][key], f"{module} {key}")
             # Damping is a fixed share of the Hessian's mean diagonal, so it tells whether the Hessians agree.
-            self.assertAlmostEqual(record["damping"], right[module]["damping"], delta=2e-6 * abs(record["damping"]), msg=module)
+            self.assertAlmostEqual(record["damping"], right[module]["damping"], delta=(1e-12 if exact else 1e-3) * abs(record["damping"]), msg=module)
 
     def test_the_comparison_sees_a_flipped_code(self):
         one = self.job("one")
@@ -57,6 +62,13 @@ class Ranks(ProgramTest):
         everywhere = self.job("everywhere", "--set", "parallel.reduce=all_reduce", ranks=3)
         self.assert_same(scatter, everywhere)
 
+    def test_plain_sums_differ_a_little_only(self):
+        plain = ("--set", "parallel.reproducible=false")
+        one, scatter = self.job("plain1", *plain), self.job("plain3", *plain, "--set", "parallel.reduce=reduce_scatter", ranks=3)
+        self.assert_same(one, scatter, exact=False)
+        self.assert_same(scatter, self.job("plain_all", *plain, "--set", "parallel.reduce=all_reduce", ranks=3), exact=False)
+        self.assert_same(one, self.job("exact1"), exact=False)
+
     def test_ragged_samples(self):
         choose = random.Random(5)
         path = self.scratch / "ragged.jsonl"
@@ -68,7 +80,7 @@ class Ranks(ProgramTest):
         # 16 experts with Hessians of 128 x 128 floats; six of them fit, so three waves.
         one = self.job("whole")
         waves = self.job("waves", "--set", f"memory.hessian_budget={6 * 128 * 128 * 4}")
-        self.assert_same(one, waves, exact=True)
+        self.assert_same(one, waves)
         self.assert_same(one, self.job("waves2", "--set", f"memory.hessian_budget={6 * 128 * 128 * 4}", ranks=2))
 
     def test_every_expert_sees_every_token(self):

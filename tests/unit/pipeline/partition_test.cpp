@@ -28,7 +28,7 @@ TEST(BalancedShares, EverySampleExactlyOnce) {
     for (int ranks : {1, 2, 3, 4, 8})
       for (int longest : {1, 300}) {
         const TokenSet tokens = ragged(samples, 7, longest);
-        const auto shares = balanced_shares(tokens, ranks);
+        const auto shares = balanced_shares(tokens, make_chunks(tokens, {0, tokens.size()}, 0), ranks);
         ASSERT_EQ(shares.size(), static_cast<size_t>(ranks));
         int64_t next = 0;
         for (const Range& share : shares) {
@@ -42,13 +42,14 @@ TEST(BalancedShares, EverySampleExactlyOnce) {
 
 TEST(BalancedShares, RemaindersGoToTheFirstRanks) {
   const TokenSet tokens(std::vector<std::vector<int32_t>>(7, std::vector<int32_t>(10, 1)));
-  EXPECT_EQ(balanced_shares(tokens, 3), (std::vector<Range>{{0, 3}, {3, 5}, {5, 7}}));
+  EXPECT_EQ(balanced_shares(tokens, make_chunks(tokens, {0, tokens.size()}, 0), 3),
+            (std::vector<Range>{{0, 3}, {3, 5}, {5, 7}}));
 }
 
 TEST(BalancedShares, RaggedTokensDifferByLessThanTheLongestSample) {
   const TokenSet tokens = ragged(500, 3, 400);
   for (int ranks : {2, 3, 4, 8})
-    for (const Range& share : balanced_shares(tokens, ranks))
+    for (const Range& share : balanced_shares(tokens, make_chunks(tokens, {0, tokens.size()}, 0), ranks))
       EXPECT_LE(std::abs(tokens_in(tokens, share) - tokens.tokens() / ranks), 400) << ranks;
 }
 
