@@ -29,10 +29,11 @@ struct Heartbeat::State {
   std::thread thread;
 
   struct Send {
+    int target = 0;
     MPI_Request request = MPI_REQUEST_NULL;
     std::vector<Pulse> pulses;
   };
-  std::vector<Send> sends;    // one a distance 1, 2, 4, ...
+  std::vector<Send> sends;    // in the order they are served
   std::vector<int64_t> sent;  // messages to each rank so far
   int64_t received = 0;
   MPI_Request receive = MPI_REQUEST_NULL;
@@ -55,15 +56,13 @@ struct Heartbeat::State {
     Pulse mine = own_pulse();
     mine.beat = beat;
     table->merge(&mine, rank, 1);
-    const size_t k = beat % sends.size();
-    Send& send = sends[k];
+    Send& send = sends[beat % sends.size()];
     int free = 0;
     if (MPI_Test(&send.request, &free, MPI_STATUS_IGNORE) != MPI_SUCCESS || !free) return;
     const auto entries = table->snapshot();
     for (int r = 0; r < ranks; ++r) send.pulses[r] = entries[r].pulse;
-    const int target = static_cast<int>((rank + (int64_t{1} << k)) % ranks);
-    if (MPI_Isend(send.pulses.data(), bytes(), MPI_BYTE, target, kTag, comm, &send.request) == MPI_SUCCESS)
-      ++sent[target];
+    if (MPI_Isend(send.pulses.data(), bytes(), MPI_BYTE, send.target, kTag, comm, &send.request) == MPI_SUCCESS)
+      ++sent[send.target];
   }
 
   /// Nobody sends any more: receive exactly what is still under way.
@@ -106,8 +105,9 @@ Heartbeat::Heartbeat() : state_(new State) {
   s.table = std::make_shared<PulseTable>(s.ranks);
   s.incoming.resize(s.ranks);
   s.sent.resize(s.ranks);
-  for (int64_t distance = 1; distance < s.ranks; distance *= 2)
-    s.sends.push_back({MPI_REQUEST_NULL, std::vector<Pulse>(s.ranks)});
+  for (int distance = 1; distance < s.ranks; distance *= 2)
+    for (const int target : {(s.rank + distance) % s.ranks, (s.rank + s.ranks - distance) % s.ranks})
+      s.sends.push_back({target, MPI_REQUEST_NULL, std::vector<Pulse>(s.ranks)});
   if (s.ranks > 1) s.thread = std::thread([&s] { s.run(); });
 }
 

@@ -9,9 +9,10 @@ class PulseTable;
 /// own, so that a rank that computes for minutes is still known to be alive, and a stopped or lost one is known to be
 /// silent.
 ///
-/// Each half second a rank sends all it knows to the rank 2^k places on, k going round: news reaches all of N ranks
-/// within about log2(N) half seconds, with one message of 64 N bytes a rank, and around a dead rank too. A peer that
-/// takes no messages gets no further one until the first is gone, so nothing piles up.
+/// Each half second a rank sends all it knows to one other: the rank 1 place up, 1 down, 2 up, 2 down, 4 up, ... and
+/// round again. News reaches all of N ranks within about 2 log2(N) half seconds, with one message of 64 N bytes a rank.
+/// Both directions, so that the living stay connected around a whole node that is gone. A peer that takes no messages
+/// gets no further one until the first is gone, so nothing piles up.
 class Heartbeat {
  public:
   /// Collective over MPI_COMM_WORLD.  Requires: MPI_THREAD_MULTIPLE.

@@ -23,6 +23,11 @@ terminated=no
 trap 'terminated=yes' TERM
 limit=$(scontrol --oneliner show job "${SLURM_JOB_ID:-0}" 2>/dev/null | grep -o ' EndTime=[^ ]*' | cut -d= -f2)
 limit=$(date -d "${limit:-never}" +%s 2>/dev/null || echo 9999999999)
+
+# Where slurmstepd itself was killed, the step's PMIx socket stays on the node under the step's number. A restarted job counts its steps
+# from 0 again and could not start there, so each restart begins one number higher.
+for _ in $(seq "${SLURM_RESTART_COUNT:-0}"); do srun --mpi=none --ntasks="${SLURM_NNODES:-1}" --ntasks-per-node=1 true; done
+
 say "job ${SLURM_JOB_ID:-none}, restart ${SLURM_RESTART_COUNT:-0}: $*"
 code=0
 "$@" || code=$?

@@ -58,16 +58,23 @@ expect() {  # expect NAME TEXT COMMAND...: the command must succeed
 }
 in_log() { grep -Eq -- "$2" "$(log "$1")"; }
 not_in_log() { ! in_log "$@"; }
-same_output() { diff -r "$dir/reference" "$dir/$1" >/dev/null; }
+same_output() { diff -r "$dir/reference" "$dir/$1" >/dev/null 2>&1; }
 
-# submit NAME [sbatch options]: the number of the job. $slow makes every safe point last that many seconds longer.
+# The job's program: before its first restart every safe point lasts $SLOW seconds longer, so that what is to hit the job hits it.
+cat >"$dir/slow_at_first" <<SCRIPT
+#!/bin/sh
+[ "\${SLURM_RESTART_COUNT:-0}" != 0 ] || export SHARDQ_FAULT="sleep@safe_point#*=\${SLOW:-0}"
+exec "$program" "\$@"
+SCRIPT
+chmod +x "$dir/slow_at_first"
+
+# submit NAME [sbatch options]: the number of the job.
 slow=0
 submit() {
   local name=$1
   shift
-  SHARDQ=$program SHARDQ_HOME=$root SHARDQ_FAULT="sleep@safe_point#*=$slow" \
-    sbatch --parsable --chdir="$root" --output="$(log "$name")" --job-name="$name" --gpus-per-node=0 --ntasks-per-node=2 \
-    --cpus-per-task=1 --time=20 "$@" jobs/many_nodes.sbatch "${arguments[@]}" $(paths "$name")
+  SHARDQ=$dir/slow_at_first SLOW=$slow SHARDQ_HOME=$root sbatch --parsable --chdir="$root" --output="$(log "$name")" --job-name="$name" \
+    --gpus-per-node=0 --ntasks-per-node=2 --cpus-per-task=1 --time=20 "$@" jobs/many_nodes.sbatch "${arguments[@]}" $(paths "$name")
 }
 job_field() { scontrol --oneliner show job "$1" 2>/dev/null | grep -o " $2=[^ ]*" | head -1 | cut -d= -f2; }
 # wait_until SECONDS COMMAND...
@@ -129,7 +136,7 @@ case_preemption() {
   expect preemption "it resumed from stored stages" in_log preemption 'resuming: [1-9][0-9]* stages'
 }
 
-# The processes of one node's step: slurmstepd and its ranks, found by the job's number in their command line and environment.
+# Kills the processes of one node's step: slurmstepd and its ranks. What they leave behind stays.
 kill_node() {  # kill_node JOB NODE
   local pid
   for pid in $(pgrep -f "slurmstepd: \[$1\.0\]"); do
@@ -149,6 +156,7 @@ case_lost_node() {
   expect lost_node "the processes of n1 are killed" kill_node "$job" n1
   start=$SECONDS
   expect lost_node "the watchdog speaks within 40 s" wait_until 40 in_log lost_node 'watchdog: stalled .* rank [23] silent for 2[0-9]'
+  expect lost_node "no living rank is called silent" not_in_log lost_node 'rank [01] silent'
   expect lost_node "the job leaves with exit code 87 within 60 s" \
     wait_until $((60 - SECONDS + start)) in_log lost_node 'run_or_requeue: ended with exit code 87'
   wait_until 240 ended "$job"
