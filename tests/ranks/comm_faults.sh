@@ -16,16 +16,21 @@ case $fault in
   stuck)    code=87 most=30 text="no rank has made progress for .* s; rank 1 in 'solve'|no rank has made progress for .* s; rank 0 in .*rank 1 in 'solve'" ;;
   mismatch) code=87 most=30 text="no rank has made progress" ;;
   suspend)  code=0  most=60 text='finished' ;;
+  nccl_stop) code=87 most=40 text='rank 1 silent for' ;;
+  nccl_kill) code=137 most=40 text='signal 9' ;;
   singletons) code=2 most=10 text='started 4 tasks, but MPI sees 1' ;;
   *) echo "unknown case $fault"; exit 2 ;;
 esac
+
+arguments=("$fault" "$dir")
+case $fault in nccl_*) arguments=("$ranks" "${fault#nccl_}" "$dir") ;; esac
 
 start=$(date +%s)
 if [ "$fault" = singletons ]; then
   OMPI_COMM_WORLD_SIZE=4 timeout 60 "$program" none >"$dir/out" 2>&1
   got=$?
 else
-  timeout 120 mpirun --oversubscribe -n "$ranks" "$program" "$fault" "$dir" >"$dir/out" 2>&1 &
+  timeout 120 mpirun --oversubscribe -n "$ranks" "$program" "${arguments[@]}" >"$dir/out" 2>&1 &
   job=$!
   if [ "$fault" = suspend ]; then
     sleep 2.5
@@ -36,6 +41,7 @@ else
 fi
 seconds=$(($(date +%s) - start))
 cat "$dir/out"
+if [ $got = 125 ]; then exit 125; fi  # skipped: too few GPUs
 echo "case $fault: exit code $got (expected $code), $seconds s (at most $most)"
 
 ok=1

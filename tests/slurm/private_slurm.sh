@@ -64,10 +64,12 @@ NodeName=n[0-$last] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$(
 PartitionName=main Nodes=n[0-$last] Default=YES PriorityTier=1 GraceTime=20 PreemptMode=REQUEUE MaxTime=INFINITE State=UP
 PartitionName=high Nodes=n[0-$last] PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 CONF
-# TCP between the "nodes" goes over the loopback interface; they are one machine after all.
+# TCP between the "nodes" goes over the loopback interface; they are one machine after all, with more ranks than cores: a waiting
+# rank must give its core away.
 cat >"$dir/environment" <<ENV
 export SLURM_CONF=$dir/slurm.conf
 export OMPI_MCA_btl_tcp_if_include=lo
+export OMPI_MCA_mpi_yield_when_idle=1
 ENV
 . "$dir/environment"
 
