@@ -98,6 +98,8 @@ struct StageStore::State {
       mine = "+" + body();
     } catch (const Error& error) {
       mine = fmt::format("-{} {}", static_cast<int>(error.code()), error.what());
+    } catch (const fs::filesystem_error& error) {
+      mine = fmt::format("-{} {}", static_cast<int>(ExitCode::disk), error.what());
     } catch (const std::exception& error) {
       mine = fmt::format("-{} {}", static_cast<int>(ExitCode::internal), error.what());
     }
@@ -204,9 +206,9 @@ void StageStore::State::remove_orphans() const {
   std::set<std::string> named;
   for (const StageEntry& stage : manifest.stages)
     for (const StageFile& file : files_of(stage)) named.insert(file.name);
+  std::error_code ignored;  // an orphan that stays does no harm
   for (const fs::directory_entry& file : fs::directory_iterator(folder))
-    if (file.is_regular_file() && !named.contains(file.path().filename().string())) fs::remove(file.path());
-  std::error_code ignored;
+    if (file.is_regular_file() && !named.contains(file.path().filename().string())) fs::remove(file.path(), ignored);
   fs::remove(DurableFile::temporary_name(directory / kManifestName), ignored);
 }
 

@@ -85,7 +85,8 @@ std::string LockOwner::description() const {
 
 WorkLock::WorkLock(const std::filesystem::path& directory, std::chrono::milliseconds beat)
     : directory_(directory), path_(directory / "lock"), beat_(beat) {
-  fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  do fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  while (fd_ < 0 && errno == EINTR);
   if (fd_ < 0) fail(ExitCode::disk, "cannot open lock {}: {}", path_.string(), std::strerror(errno));
   try {
     const bool flocked = try_flock();
@@ -150,9 +151,12 @@ bool WorkLock::owner_lives(const LockOwner& owner, bool flocked) const {
 
 void WorkLock::write_record() {
   const std::string text = record_text(owner_);
-  const ssize_t written = ::pwrite(fd_, text.data(), text.size(), 0);
-  if (written != static_cast<ssize_t>(text.size()))
-    fail(ExitCode::disk, "cannot write lock {}: {}", path_.string(), written < 0 ? std::strerror(errno) : "no space");
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t written = ::pwrite(fd_, text.data() + done, text.size() - done, static_cast<off_t>(done));
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) fail(ExitCode::disk, "cannot write lock {}: {}", path_.string(), std::strerror(errno));
+    done += static_cast<size_t>(written);
+  }
   ::fdatasync(fd_);  // so that other hosts see it; of no consequence for ours, hence unchecked
 }
 

@@ -1,22 +1,28 @@
-/* Preloaded library that records and disturbs the file operations of unmodified programs below one folder.
+/* clang-format off
  *
- * Record: IO_SHIM_LOG names a file to which every process appends what it did, in the order in which it was done;
- * replay.py makes from it the disk contents that a loss of power at any moment could leave. Disturb: IO_SHIM_FAIL holds
- * faults separated by ';', each  CALLS:N:ERROR[:forever][:path=SUFFIX][:rank=R]: write:17:ENOSPC           the 17th
- * write, pwrite or writev of the process fails with ENOSPC (once) fsync:1:EIO:forever       every fsync or fdatasync
- * from the first on fails rename:2:EIO:path=.json   counts renames to names that end in .json any:40:EIO counts all of
- * write, fsync, rename, open (for writing), ftruncate, unlink, mkdir ERROR is ENOSPC, EDQUOT, EIO, EINTR, SHORT (half
- * of the bytes are written) or SKIP (success is reported, nothing is done or recorded: with fsync, a program that
- * forgot it). A fault that struck appends a line to $IO_SHIM_HITS. Both look only at files below IO_SHIM_FOLDER. rank
- * is read from OMPI_COMM_WORLD_RANK, PMIX_RANK, SLURM_PROCID or IO_SHIM_RANK.
+ * Preloaded library that records and disturbs the file operations of unmodified programs below one folder.
  *
- * A program may note a moment in the log: it declares `void io_shim_mark(const char *) __attribute__((weak))` and calls
- * it where it exists. Limits: writes through mmap and through stdio's own buffers (fwrite) are not seen; C++ streams
- * are.
+ * Record: IO_SHIM_LOG names a file to which every process appends what it did, in the order in which it was done; replay.py
+ * makes from it the disk contents that a loss of power at any moment could leave.
+ * Disturb: IO_SHIM_FAIL holds faults separated by ';', each  CALLS:N:ERROR[:forever][:path=SUFFIX][:rank=R]:
+ *     write:17:ENOSPC           the 17th write, pwrite or writev of the process fails with ENOSPC (once)
+ *     fsync:1:EIO:forever       every fsync or fdatasync from the first on fails
+ *     rename:2:EIO:path=.json   counts renames to names that end in .json
+ *     any:40:EIO                counts all of write, fsync, rename, link, open (for writing), ftruncate, unlink, mkdir
+ *   ERROR is ENOSPC, EDQUOT, EIO, EINTR, SHORT (half of the bytes are written) or SKIP (success is reported, nothing is done
+ *   or recorded: with fsync, a program that forgot it). A fault that struck appends a line to $IO_SHIM_HITS.
+ * Both look only at files below IO_SHIM_FOLDER. The rank is read from IO_SHIM_RANK, OMPI_COMM_WORLD_RANK, PMIX_RANK or
+ * SLURM_PROCID.
  *
- * A record is a line  OP <tab> inode <tab> path <tab> second path <tab> offset <tab> length  and, for W, `length`
- * bytes: C created (or M made, a folder), O opened for writing, W written, T truncated to offset, S synced, R renamed,
- * L linked, U unlinked, N note. */
+ * A program may note a moment in the log: it declares `void io_shim_mark(const char *) __attribute__((weak))` and calls it
+ * where it exists.
+ * Limits: writes through mmap and through stdio's own buffers (fwrite) are not seen; C++ streams are.
+ *
+ * A record is a line  OP <tab> inode <tab> path <tab> second path <tab> offset <tab> length  and, for W, `length` bytes:
+ *   C created (or M made, a folder), O opened for writing, W written, T truncated to offset, S synced, R renamed, L linked,
+ *   U unlinked, N note.
+ *
+ * clang-format on */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -40,7 +46,7 @@
 
 enum { SKIP = -1, SHORT = -2 };
 struct fault {
-  char calls[12], suffix[64];
+  char calls[12], suffix[64], rank[12];
   long visit, seen;
   int error, forever;
 };
@@ -70,7 +76,7 @@ static const char* own_rank(void) {
 static void parse_fault(char* text) {
   struct fault fault = {.visit = 1};
   char *rest = NULL, *word = strtok_r(text, ":", &rest);
-  int place = 0, mine = 1;
+  int place = 0;
   for (; word; word = strtok_r(NULL, ":", &rest), ++place) {
     if (place == 0)
       snprintf(fault.calls, sizeof fault.calls, "%s", word);
@@ -83,9 +89,9 @@ static void parse_fault(char* text) {
     else if (!strncmp(word, "path=", 5))
       snprintf(fault.suffix, sizeof fault.suffix, "%s", word + 5);
     else if (!strncmp(word, "rank=", 5))
-      mine = !strcmp(word + 5, own_rank());
+      snprintf(fault.rank, sizeof fault.rank, "%s", word + 5);
   }
-  if (mine && fault_count < 16) faults[fault_count++] = fault;
+  if (fault_count < 16) faults[fault_count++] = fault;
 }
 
 __attribute__((constructor)) static void start(void) {
@@ -174,6 +180,8 @@ static int strike(const char* call, const char* path) {
     struct fault* fault = &faults[i];
     if (strcmp(fault->calls, call) && strcmp(fault->calls, "any")) continue;
     if (fault->suffix[0] && !ends_with(path, fault->suffix)) continue;
+    /* Asked here and not at the start: a process may be forked into a rank. */
+    if (fault->rank[0] && strcmp(fault->rank, own_rank())) continue;
     ++fault->seen;
     if (fault->seen == fault->visit || (fault->forever && fault->seen > fault->visit)) result = fault->error;
   }

@@ -236,7 +236,10 @@ void run(const Options& options, const StageStore::Ranks& ranks) {
   if (ranks.rank == 0) {
     // Whole-state digest, so that the output does not depend on the number of ranks.
     const State whole = from_array(store.read(stage_name(options.stages - 1), "hidden", 0, options.rows));
-    fs::create_directories(options.output.parent_path());
+    std::error_code error;
+    fs::create_directories(options.output.parent_path(), error);
+    SHARDQ_CHECK(!error, ExitCode::disk, "cannot create {}: {}", options.output.parent_path().string(),
+                 error.message());
     sync_folder(options.output.parent_path().parent_path());
     write_text_durably(options.output, digest(whole) + "\n");
   }
