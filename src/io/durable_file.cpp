@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include "core/error.hpp"
+#include "core/fault_point.hpp"
 #include "io/files.hpp"
 
 namespace shardq {
@@ -89,12 +90,14 @@ void DurableFile::write(std::span<const std::byte> bytes) {
 
 void DurableFile::commit() {
   SHARDQ_CHECK(fd_ >= 0, ExitCode::internal, "{} was committed twice", path_.string());
+  fault_point("file_written");
   if (written_ < expected_ && ::ftruncate(fd_, written_) != 0)
     fail_with("trim", errno);  // never leave reserved zeros behind the content
   int result;
   do result = ::fsync(fd_);
   while (result != 0 && errno == EINTR);
   if (result != 0) fail_with("fsync", errno);
+  fault_point("file_synced");
   const int fd = fd_;
   fd_ = -1;
   if (::close(fd) != 0 && errno != EINTR) {  // NFS reports a failed write here
@@ -107,6 +110,7 @@ void DurableFile::commit() {
     ::unlink(temporary_.c_str());
     fail_with("rename the finished file to", error);
   }
+  fault_point("file_renamed");
   sync_folder(path_.parent_path());
 }
 

@@ -6,8 +6,10 @@
 #include <optional>
 #include <set>
 #include <system_error>
+#include <vector>
 
 #include "core/error.hpp"
+#include "core/fault_point.hpp"
 #include "io/durable_file.hpp"
 #include "io/files.hpp"
 
@@ -30,6 +32,25 @@ void require_vacant(const fs::path& output) {
                output.string());
   SHARDQ_CHECK(fs::is_empty(output, error) && !error, ExitCode::usage,
                "output directory {} already holds something; choose another or empty it", output.string());
+}
+
+/// Creates a folder and its parents, each one durable in its parent.
+void make_folders(const fs::path& folder) {
+  std::error_code error;
+  std::vector<fs::path> missing;
+  for (fs::path at = folder; !at.empty() && !fs::exists(at, error); at = at.parent_path()) missing.push_back(at);
+  fs::create_directories(folder, error);  // another rank may have made it meanwhile: no error then
+  SHARDQ_CHECK(!error && fs::is_directory(folder), ExitCode::disk, "cannot create {}: {}", folder.string(),
+               error ? error.message() : "a file of that name exists");
+  for (const fs::path& made : missing) sync_folder(made.parent_path());
+}
+
+/// Names in a folder. A listing, unlike a question for one name, makes a network file system forget that a name was
+/// absent a moment ago: other ranks wrote most shards from other hosts.
+std::set<std::string> names_in(const fs::path& folder) {
+  std::set<std::string> names;
+  for (const auto& item : fs::directory_iterator(folder)) names.insert(item.path().filename().string());
+  return names;
 }
 
 struct Contents {
@@ -75,11 +96,7 @@ OutputWriter::OutputWriter(fs::path output) : output_(without_trailing_slash(out
   require_vacant(output_);
   partial_ = output_;
   partial_ += ".partial";
-  std::error_code error;
-  fs::create_directories(partial_, error);  // another rank may have made it meanwhile: no error then
-  SHARDQ_CHECK(!error && fs::is_directory(partial_), ExitCode::disk, "cannot create {}: {}", partial_.string(),
-               error ? error.message() : "a file of that name exists");
-  sync_folder(partial_.parent_path());
+  make_folders(partial_);
 }
 
 std::string OutputWriter::shard_name(int64_t k, int64_t n) {
@@ -125,11 +142,11 @@ void OutputWriter::remove_leftovers(int64_t n) const {
 void OutputWriter::publish(int64_t n, const std::string& config_text, const std::vector<fs::path>& files_to_copy,
                            const std::map<std::string, std::string>& texts) {
   Contents contents;
+  const std::set<std::string> names = names_in(partial_);
   for (int64_t k = 1; k <= n; ++k) {
     const fs::path path = partial_ / shard_name(k, n);
-    std::error_code ignored;
-    SHARDQ_CHECK(fs::exists(path, ignored), ExitCode::disk, "cannot publish {}: shard {} is missing", output_.string(),
-                 path.string());
+    SHARDQ_CHECK(names.contains(shard_name(k, n)), ExitCode::disk, "cannot publish {}: shard {} is missing",
+                 output_.string(), path.string());
     try {
       add_shard(path, contents);
     } catch (const Error& error) {
@@ -151,6 +168,7 @@ void OutputWriter::publish(int64_t n, const std::string& config_text, const std:
         {"weight_map", std::move(contents.weight_map)}};
     write_text_durably(partial_ / "model.safetensors.index.json", index.dump(2, ' ', true) + "\n");
   }
+  fault_point("publishing");
   // rename() replaces an empty directory by itself, in one step; a non-empty one it refuses.
   rename_durably(partial_, output_);
 }

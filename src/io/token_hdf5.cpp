@@ -1,47 +1,16 @@
-#include <hdf5.h>
-
 #include <algorithm>
 #include <array>
 
 #include "core/error.hpp"
+#include "io/hdf5_handles.hpp"
 #include "io/token_readers.hpp"
 
 namespace shardq {
 namespace {
 
-/// An HDF5 identifier with its closing function.
-class Handle {
- public:
-  Handle(hid_t id, herr_t (*close)(hid_t)) : id_(id), close_(close) {}
-  ~Handle() {
-    if (id_ >= 0) close_(id_);
-  }
-  Handle(const Handle&) = delete;
-  Handle& operator=(const Handle&) = delete;
-  operator hid_t() const { return id_; }
-
- private:
-  hid_t id_;
-  herr_t (*close_)(hid_t);
-};
-
-/// The library prints a stack of its own for every failed call; ours is one line.
-class QuietErrors {
- public:
-  QuietErrors() {
-    H5Eget_auto2(H5E_DEFAULT, &print_, &data_);
-    H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
-  }
-  ~QuietErrors() { H5Eset_auto2(H5E_DEFAULT, print_, data_); }
-
- private:
-  H5E_auto2_t print_ = nullptr;
-  void* data_ = nullptr;
-};
-
 bool has_dataset(hid_t file, const char* name) {
   if (H5Lexists(file, name, H5P_DEFAULT) <= 0) return false;
-  const Handle object(H5Oopen(file, name, H5P_DEFAULT), H5Oclose);
+  const Hdf5Handle object(H5Oopen(file, name, H5P_DEFAULT), H5Oclose);
   return object >= 0 && H5Iget_type(object) == H5I_DATASET;
 }
 
@@ -73,14 +42,14 @@ struct Rectangle {
 /// Reads the first max_samples rows (0: all) of an integer dataset as int64.
 std::vector<int64_t> read_rows(hid_t file, const std::string& name, int64_t max_samples, Rectangle& whole,
                                Rectangle& had, const std::string& where) {
-  const Handle dataset(H5Dopen2(file, name.c_str(), H5P_DEFAULT), H5Dclose);
+  const Hdf5Handle dataset(H5Dopen2(file, name.c_str(), H5P_DEFAULT), H5Dclose);
   SHARDQ_CHECK(dataset >= 0, ExitCode::input, "{}: cannot open dataset {}", where, name);
-  const Handle type(H5Dget_type(dataset), H5Tclose);
+  const Hdf5Handle type(H5Dget_type(dataset), H5Tclose);
   const H5T_class_t kind = H5Tget_class(type);
   // Booleans are an enumeration of int8 in h5py.
   SHARDQ_CHECK(kind == H5T_INTEGER || kind == H5T_ENUM, ExitCode::input, "{}: dataset {} must hold integers", where,
                name);
-  const Handle space(H5Dget_space(dataset), H5Sclose);
+  const Hdf5Handle space(H5Dget_space(dataset), H5Sclose);
   const int rank = H5Sget_simple_extent_ndims(space);
   SHARDQ_CHECK(rank == 1 || rank == 2, ExitCode::input,
                "{}: dataset {} must have shape [samples, length], found rank {}", where, name, rank);
@@ -103,8 +72,8 @@ std::vector<int64_t> read_rows(hid_t file, const std::string& name, int64_t max_
                  "{}: cannot select rows of {}", where, name);
   }
   const hsize_t flat = values.size();
-  const Handle memory(H5Screate_simple(1, &flat, nullptr), H5Sclose);
-  const Handle target(kind == H5T_ENUM ? H5Tcopy(type) : H5Tcopy(H5T_NATIVE_INT64), H5Tclose);
+  const Hdf5Handle memory(H5Screate_simple(1, &flat, nullptr), H5Sclose);
+  const Hdf5Handle target(kind == H5T_ENUM ? H5Tcopy(type) : H5Tcopy(H5T_NATIVE_INT64), H5Tclose);
   if (kind == H5T_ENUM) {
     SHARDQ_CHECK(H5Tget_size(type) == 1, ExitCode::input, "{}: dataset {} must hold integers", where, name);
     std::vector<int8_t> narrow(values.size());
@@ -122,8 +91,8 @@ std::vector<int64_t> read_rows(hid_t file, const std::string& name, int64_t max_
 
 RawSamples read_hdf5_tokens(const std::filesystem::path& path, int64_t max_samples) {
   const std::string where = "token file " + path.string();
-  const QuietErrors quiet;
-  const Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT), H5Fclose);
+  const Hdf5Lock lock = lock_hdf5();
+  const Hdf5Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT), H5Fclose);
   SHARDQ_CHECK(file >= 0, ExitCode::input, "{}: not an HDF5 file, or truncated", where);
   const std::string name = find_ids(file, where);
   Rectangle whole, had;

@@ -7,7 +7,6 @@
 #include <optional>
 
 #include "core/error.hpp"
-#include "io/files.hpp"
 #include "io/safetensors.hpp"
 #include "io/safetensors_header.hpp"
 
@@ -115,20 +114,49 @@ Shape npy_shape(std::string_view text, const std::string& where) {
   return shape;
 }
 
-NpyHeader parse_npy_header(std::string_view file, const std::string& where) {
-  SHARDQ_CHECK(file.size() >= 10 && file.starts_with("\x93NUMPY"), ExitCode::input, "{}: not an npy file", where);
-  const auto byte = [&](size_t i) { return static_cast<size_t>(static_cast<unsigned char>(file[i])); };
-  const size_t version = byte(6);
+/// A file read piecewise: token files may be far larger than the samples asked for.
+class PieceReader {
+ public:
+  PieceReader(const std::filesystem::path& path, std::string where)
+      : stream_(path, std::ios::binary), where_(std::move(where)) {
+    SHARDQ_CHECK(stream_.good(), ExitCode::input, "{}: cannot open", where_);
+    stream_.seekg(0, std::ios::end);
+    size_ = stream_.tellg();
+    stream_.seekg(0);
+  }
+  int64_t size() const { return size_; }
+  /// The next `bytes` bytes; `what` names them where the file is too short.
+  std::string next(int64_t bytes, const char* what) {
+    SHARDQ_CHECK(bytes <= size_ - stream_.tellg(), ExitCode::input,
+                 "{}: {} of {} bytes is longer than the file of {} bytes", where_, what, bytes, size_);
+    std::string piece(static_cast<size_t>(bytes), '\0');
+    stream_.read(piece.data(), bytes);
+    SHARDQ_CHECK(stream_.good(), ExitCode::input, "{}: cannot read {}", where_, what);
+    return piece;
+  }
+
+ private:
+  std::ifstream stream_;
+  std::string where_;
+  int64_t size_ = 0;
+};
+
+NpyHeader read_npy_header(PieceReader& file, const std::string& where) {
+  constexpr int64_t kMagic = 8, kLargestHeader = 1 << 20;
+  SHARDQ_CHECK(file.size() >= kMagic + 2, ExitCode::input, "{}: not an npy file", where);
+  const std::string magic = file.next(kMagic, "the npy magic");
+  SHARDQ_CHECK(magic.starts_with("\x93NUMPY"), ExitCode::input, "{}: not an npy file", where);
+  const int version = magic[6];
   SHARDQ_CHECK(version >= 1 && version <= 3, ExitCode::input, "{}: npy version {} is not supported, expected 1, 2 or 3",
                where, version);
-  const size_t begin = version == 1 ? 10 : 12;
-  SHARDQ_CHECK(file.size() >= begin, ExitCode::input, "{}: the npy header is truncated", where);
-  const size_t length = byte(8) | byte(9) << 8 | (version == 1 ? 0 : byte(10) << 16 | byte(11) << 24);
-  SHARDQ_CHECK(length <= file.size() - begin, ExitCode::input,
-               "{}: the npy header of {} bytes is longer than the file of {} bytes", where, length, file.size());
-  const std::string_view text = file.substr(begin, length);
+  const std::string count = file.next(version == 1 ? 2 : 4, "the npy header length");
+  int64_t length = 0;
+  for (size_t i = count.size(); i-- > 0;) length = length << 8 | static_cast<unsigned char>(count[i]);
+  SHARDQ_CHECK(length <= kLargestHeader, ExitCode::input, "{}: the npy header claims {} bytes, more than {}", where,
+               length, kLargestHeader);
+  const std::string text = file.next(length, "the npy header");
   NpyHeader header;
-  header.data_begin = static_cast<int64_t>(begin + length);
+  header.data_begin = kMagic + static_cast<int64_t>(count.size()) + length;
   header.dtype = npy_dtype(npy_value(text, "descr", where), where);
   header.shape = npy_shape(npy_value(text, "shape", where), where);
   const bool fortran = npy_value(text, "fortran_order", where).starts_with("True");
@@ -176,19 +204,20 @@ RawSamples split_samples(const std::vector<int64_t>& ids, const std::vector<int6
 
 RawSamples read_npy_tokens(const std::filesystem::path& path, int64_t max_samples) {
   const std::string where = "token file " + path.string();
-  const std::string file = read_text(path);
-  const NpyHeader header = parse_npy_header(file, where);
+  PieceReader file(path, where);
+  const NpyHeader header = read_npy_header(file, where);
   auto [samples, length] = rectangle(header.shape, where);
   int64_t bytes = size_of(header.dtype);
   const bool overflow = __builtin_mul_overflow(bytes, samples, &bytes) || __builtin_mul_overflow(bytes, length, &bytes);
-  const auto found = static_cast<int64_t>(file.size()) - header.data_begin;
+  const int64_t found = file.size() - header.data_begin;
   SHARDQ_CHECK(!overflow && bytes == found, ExitCode::input, "{}: shape {} of {} needs {} bytes of data, found {}",
                where, to_string(header.shape), torch_name(header.dtype), overflow ? -1 : bytes, found);
   SHARDQ_CHECK(samples == 0 || length > 0, ExitCode::input, "{}: sample 0 is empty (shape {})", where,
                to_string(header.shape));
   if (max_samples > 0) samples = std::min(samples, max_samples);
-  const auto data = std::as_bytes(std::span(file)).subspan(static_cast<size_t>(header.data_begin));
-  return split_samples(widen(data, header.dtype, samples * length, where), {}, samples, length);
+  const std::string data = file.next(samples * length * size_of(header.dtype), "the data");
+  return split_samples(widen(std::as_bytes(std::span(data)), header.dtype, samples * length, where), {}, samples,
+                       length);
 }
 
 RawSamples read_safetensors_tokens(const std::filesystem::path& path, int64_t max_samples) {
