@@ -59,8 +59,8 @@ void sum_in_rank_order(const T* parts, int ranks, int64_t count, T* target) {
 /// Reductions are our own: every rank receives the others' contributions to its piece and adds them in rank order. That
 /// moves as many bytes as the best library algorithm (each rank sends its vector once, and once more to gather an
 /// all-reduce), and the bits of a sum depend on nothing but the number of ranks: not on the library, its tuning or the
-/// nodes the ranks sit on. They do depend on which tokens each rank summed before; to be independent of that too, the
-/// sums that ranks bring would have to be exact (fixed point or several floats) or kept for fixed blocks of sequences.
+/// nodes the ranks sit on. They do depend on which tokens each rank summed before. Independence of that too needs sums
+/// that are exact in any grouping: integers (fixed point), which all_reduce_sum(int64_t*) adds without rounding.
 class MpiCommunicator final : public Communicator {
  public:
   explicit MpiCommunicator(MPI_Comm comm) : comm_(comm) {
@@ -137,13 +137,13 @@ class MpiCommunicator final : public Communicator {
   template <class T>
   void reduce_pieces(T* data, const std::vector<Range>& pieces) {
     const Range mine = pieces[rank_];
-    std::vector<T> parts(mine.size() * size_);
+    T* parts = staging<T>(mine.size() * size_);  // [ranks, mine.size()]
     std::vector<MPI_Request> requests;
     for (int step = 1; step < size_; ++step) {
       const int source = (rank_ + size_ - step) % size_;
       if (mine.size() == 0) break;
-      SHARDQ_MPI(MPI_Irecv(parts.data() + source * mine.size(), static_cast<int>(mine.size() * sizeof(T)), MPI_BYTE,
-                           source, kReduceTag, comm_, &requests.emplace_back()));
+      SHARDQ_MPI(MPI_Irecv(parts + source * mine.size(), static_cast<int>(mine.size() * sizeof(T)), MPI_BYTE, source,
+                           kReduceTag, comm_, &requests.emplace_back()));
     }
     for (int step = 1; step < size_; ++step) {
       const int target = (rank_ + step) % size_;
@@ -151,9 +151,9 @@ class MpiCommunicator final : public Communicator {
       SHARDQ_MPI(MPI_Isend(data + pieces[target].begin, static_cast<int>(pieces[target].size() * sizeof(T)), MPI_BYTE,
                            target, kReduceTag, comm_, &requests.emplace_back()));
     }
-    std::copy_n(data + mine.begin, mine.size(), parts.data() + rank_ * mine.size());
+    std::copy_n(data + mine.begin, mine.size(), parts + rank_ * mine.size());
     SHARDQ_MPI(MPI_Waitall(static_cast<int>(requests.size()), requests.data(), MPI_STATUSES_IGNORE));
-    sum_in_rank_order(parts.data(), size_, mine.size(), data + mine.begin);
+    sum_in_rank_order(parts, size_, mine.size(), data + mine.begin);
     report_progress();
   }
 
@@ -182,8 +182,21 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
+  /// Memory for received contributions, kept from round to round: fresh pages would cost as much as the sums.
+  template <class T>
+  T* staging(int64_t count) {
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    if (bytes > staging_bytes_) {
+      staging_ = std::make_unique_for_overwrite<char[]>(bytes);
+      staging_bytes_ = bytes;
+    }
+    return reinterpret_cast<T*>(staging_.get());
+  }
+
   MPI_Comm comm_;
   int rank_ = 0, size_ = 1;
+  std::unique_ptr<char[]> staging_;
+  int64_t staging_bytes_ = 0;
 };
 
 /// MPI as this process started it; never destroyed, since only finish_communication may end it.
