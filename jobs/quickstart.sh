@@ -52,7 +52,7 @@ folder=out/quickstart/$model
 if [[ $model == mini-moe ]]; then
   source=models/mini-moe calibration=models/mini-moe/calib_ids.npy heldout=models/mini-moe/heldout_ids.npy samples=128
 else
-  source=out/smollm2/model calibration=out/smollm2/calibration.npy heldout=out/smollm2/heldout.npy samples=32
+  source=out/smollm2/model calibration=out/smollm2/calibration.npy heldout=out/smollm2/heldout.npy samples=16
   python=${SHARDQ_VENV:-.venv}/bin/python
   mkdir -p out/smollm2
   if [[ ! -d $source ]]; then
