@@ -58,6 +58,7 @@ TEST_F(Routing, TiesGoToTheLowerIndex) {
 }
 
 TEST_F(Routing, NotANumberStillGivesDistinctExperts) {
+  if (gpu().is_host()) GTEST_SKIP() << "promised by the CUDA backend only, where a wrong id would write out of bounds";
   const Layout layout = dense(3, 64);
   std::vector<float> logits = normal(layout.elements());
   for (int64_t i = 0; i < 64; ++i) logits[i] = NAN;
