@@ -44,8 +44,8 @@ struct LinearCase {
 
 TEST_F(LinearEquivalence, LinearMatchesDoublePrecision) {
   std::vector<LinearCase> cases;
-  const int64_t shapes[][3] = {{0, 3, 5},  {1, 1, 1}, {7, 13, 17},  {64, 96, 128}, {129, 65, 250},
-                               {33, 1, 7}, {5, 3, 0}, {2, 300, 64}, {300, 2, 33}};
+  const int64_t shapes[][3] = {{0, 3, 5},      {1, 1, 1},  {7, 13, 17},  {64, 96, 128},
+                               {129, 65, 250}, {33, 1, 7}, {2, 300, 64}, {300, 2, 33}};
   for (const auto& s : shapes)
     for (DType dtype : {DType::bf16, DType::f16, DType::f32})
       for (bool wide : {false, true})
