@@ -158,9 +158,22 @@ void CudaBackend::linear_stack(MatrixView x, StackView w, std::span<const int64_
   int next = 0;
   for (int64_t e = 0; e < w.count; ++e) {
     if (offsets[e + 1] == offsets[e]) continue;
-    cublasHandle_t blas = streams > 0 ? state_->side_blas(next++ % streams) : state_->blas;
-    multiply(blas, x.row_range(offsets[e], offsets[e + 1]), w[e], 0.0f, y.row_range(offsets[e], offsets[e + 1]),
-             "linear_stack");
+    const char* operation = "linear_stack";
+    const MatrixView xe = x.row_range(offsets[e], offsets[e + 1]), ye = y.row_range(offsets[e], offsets[e + 1]);
+    state_->planned_gemm(streams > 0 ? next++ % streams : -1, {.transpose_a = true,
+                                                               .transpose_b = false,
+                                                               .m = w.rows,
+                                                               .n = xe.rows,
+                                                               .k = w.cols,
+                                                               .type = blas_type(w.dtype, operation),
+                                                               .out = blas_type(y.dtype, operation),
+                                                               .a = w[e].data,
+                                                               .b = xe.data,
+                                                               .c = ye.data,
+                                                               .lda = leading(w.stride, w.cols, operation),
+                                                               .ldb = leading(xe.stride, xe.cols, operation),
+                                                               .ldc = leading(ye.stride, ye.cols, operation),
+                                                               .beta = 0.0f});
   }
   if (streams > 0) state_->join(streams);
 }

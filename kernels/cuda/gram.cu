@@ -4,7 +4,8 @@
 // each a plain GEMM from the panel's first row down: the finer the panels, the less of the upper triangle is computed
 // for nothing, and the smaller each GEMM. Products of bf16 (or f16) are exact in fp32. Tensor cores cut off the low
 // bits of every partial sum, which makes long sums of positive terms (the diagonal) too small by about tokens * 2^-30,
-// so at most kChainRows tokens go through one accumulator; the rest is added in ordinary fp32.
+// so at most kChainRows tokens go through one accumulator; the rest is added in ordinary fp32. Experts' counts are
+// ragged: see planned_gemm.hpp.
 #include <algorithm>
 
 #include "kernels/cuda/cuda_state.hpp"
@@ -12,7 +13,7 @@
 namespace shardq {
 namespace {
 
-constexpr int64_t kChainRows = 4096;
+constexpr int64_t kChainRows = 6144;
 constexpr int64_t kPanel = 512;
 constexpr int kStreams = 8;
 
@@ -23,20 +24,29 @@ int64_t panel_width(int64_t n) {
   return ceil_div(ceil_div(n, panels), 64) * 64;
 }
 
-/// h[begin.., begin..end) += x[:, begin..]^T x[:, begin..end) for a panel of columns.
-void accumulate_panel(cublasHandle_t blas, MatrixView x, MatrixView h, int64_t begin, int64_t end) {
+/// h[begin.., begin..end) += x[:, begin..]^T x[:, begin..end) for a panel of columns, on a side stream.
+template <class State>
+void accumulate_panel(State& state, int stream, MatrixView x, MatrixView h, int64_t begin, int64_t end) {
   const cudaDataType_t type = x.dtype == DType::bf16 ? CUDA_R_16BF : x.dtype == DType::f16 ? CUDA_R_16F : CUDA_R_32F;
-  const float one = 1.0f;
-  const int64_t size = size_of(x.dtype);
-  for (int64_t t = 0; t < x.rows; t += kChainRows) {
-    const int64_t rows = std::min(kChainRows, x.rows - t);
-    const char* data = x.bytes() + t * x.stride * size + begin * size;
+  // Equal chains, so that none is a handful of rows.
+  const int64_t chains = ceil_div(x.rows, kChainRows), step = ceil_div(ceil_div(x.rows, chains), 8) * 8;
+  for (int64_t t = 0; t < x.rows; t += step) {
+    const char* data = x.bytes() + (t * x.stride + begin) * size_of(x.dtype);
     // Column-major: c [panel, n - begin] = (panel of x^T) (rest of x), leading dimension h.stride.
-    SHARDQ_CUBLAS(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_T, static_cast<int>(end - begin),
-                               static_cast<int>(h.rows - begin), static_cast<int>(rows), &one, data, type,
-                               static_cast<int>(x.stride), data, type, static_cast<int>(x.stride), &one,
-                               h.as<float>() + begin * h.stride + begin, CUDA_R_32F, static_cast<int>(h.stride),
-                               CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+    state.planned_gemm(stream, {.transpose_a = false,
+                                .transpose_b = true,
+                                .m = end - begin,
+                                .n = h.rows - begin,
+                                .k = std::min(step, x.rows - t),
+                                .type = type,
+                                .out = CUDA_R_32F,
+                                .a = data,
+                                .b = data,
+                                .c = h.as<float>() + begin * h.stride + begin,
+                                .lda = x.stride,
+                                .ldb = x.stride,
+                                .ldc = h.stride,
+                                .beta = 1.0f});
   }
 }
 
@@ -63,7 +73,7 @@ void CudaBackend::accumulate_gram(MatrixView x, StackView h, std::span<const int
   for (int64_t e = 0; e < h.count; ++e) {
     if (offsets[e + 1] == offsets[e]) continue;
     for (int64_t p = 0; p < panels; ++p)
-      accumulate_panel(state_->side_blas(static_cast<int>((h.count > 1 ? e : p) % streams)),
+      accumulate_panel(*state_, static_cast<int>((h.count > 1 ? e : p) % streams),
                        x.row_range(offsets[e], offsets[e + 1]), h[e], p * width, std::min((p + 1) * width, n));
   }
   state_->join(streams);

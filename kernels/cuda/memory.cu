@@ -253,15 +253,20 @@ CudaBackend::State::Side& CudaBackend::State::side(int index) {
 cublasHandle_t CudaBackend::State::side_blas(int index) {
   Side& own = side(index);
   if (!own.blas) {
-    constexpr int64_t kBytes = int64_t{16} << 20;
     own.blas = make_blas(own.stream);
-    own.blas_workspace = allocate(kBytes, "cuBLAS workspace of a side stream");
-    SHARDQ_CUBLAS(cublasSetWorkspace(own.blas, own.blas_workspace, static_cast<size_t>(kBytes)));
+    own.blas_workspace = allocate(kSideWorkspaceBytes, "cuBLAS workspace of a side stream");
+    SHARDQ_CUBLAS(cublasSetWorkspace(own.blas, own.blas_workspace, static_cast<size_t>(kSideWorkspaceBytes)));
     // The allocation is ordered on the compute stream only.
     SHARDQ_CUDA(cudaEventRecord(own.done, compute));
     SHARDQ_CUDA(cudaStreamWaitEvent(own.stream, own.done, 0));
   }
   return own.blas;
+}
+
+void CudaBackend::State::planned_gemm(int index, const GemmCall& call) {
+  if (index < 0) return planned.run(blas_lt, compute, blas_workspace, blas_workspace_bytes, call);
+  side_blas(index);  // makes the stream's workspace
+  planned.run(blas_lt, side(index).stream, side(index).blas_workspace, kSideWorkspaceBytes, call);
 }
 
 cusolverDnHandle_t CudaBackend::State::side_solver(int index) {
