@@ -5,6 +5,7 @@
 
 #include "core/error.hpp"
 #include "model/layer_forward.hpp"
+#include "model/layer_reader.hpp"
 #include "model/weight_source.hpp"
 
 namespace shardq {
@@ -98,8 +99,9 @@ EvalResult evaluate(Backend& backend, const Checkpoint& checkpoint, const ModelS
   const WeightSource source(checkpoint, spec);
   const RopeTable rope = rope_table(spec, std::max<int64_t>(tokens.longest(), 1));
   std::vector<Chunk> chunks = embed_samples(backend, checkpoint, spec, tokens, samples, compute);
+  LayerReader layers(backend, source, spec, compute, true);
   for (const LayerSpec& layer : spec.layer) {
-    const LayerWeights weights = source.load(backend, layer, compute, true);
+    const LayerWeights weights = layers.get(layer.index);
     LayerForward forward(backend, spec, layer, weights, rope, compute);
     for (Chunk& chunk : chunks) {
       for (Tap tap : kTaps) forward.to(tap, chunk.state);

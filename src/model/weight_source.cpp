@@ -37,28 +37,11 @@ void transpose(const std::byte* source, int64_t source_stride, int64_t rows, int
       std::memcpy(target + (r * cols + c) * size, source + (c * source_stride + r) * size, size);
 }
 
-/// Host memory to fill before it goes to a backend: the tensor itself where the host can write it, a staging buffer
-/// elsewhere.
-class HostImage {
- public:
-  HostImage(Backend& backend, Tensor& tensor) : backend_(backend), tensor_(tensor) {
-    data_ = backend.is_host() ? tensor.data() : backend.allocate_host(tensor.bytes());
-  }
-  ~HostImage() {
-    if (!backend_.is_host()) backend_.release_host(data_);
-  }
-  HostImage(const HostImage&) = delete;
-  HostImage& operator=(const HostImage&) = delete;
-  std::byte* data() const { return static_cast<std::byte*>(data_); }
-  void finish() {
-    if (!backend_.is_host()) backend_.upload(tensor_.data(), data_, tensor_.bytes());
-  }
-
- private:
-  Backend& backend_;
-  Tensor& tensor_;
-  void* data_;
-};
+/// Offsets are multiples of this, so that any element type is aligned.
+constexpr int64_t kAlignment = 256;
+int64_t aligned(int64_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
 
 /// The one number of bits for which `cols` codes fill `words` words, of those that the config speaks of.
 int bits_of(const QuantizedConfig& config, const std::string& name, int64_t cols, int64_t words) {
@@ -156,73 +139,140 @@ void WeightSource::read_linear(const LinearSpec& linear, void* target, DType com
   convert_elements(bytes.data(), entry.dtype, target, compute, count);
 }
 
-Tensor WeightSource::load_tensor(Backend& backend, const std::string& name, DType compute, bool check_finite) const {
+void WeightSource::read_plain(const std::string& name, void* target, DType compute, bool check_finite) const {
   const TensorEntry& entry = checkpoint_.entry(name);
   const auto bytes = checkpoint_.bytes(name);
   if (check_finite) check_all_finite(checkpoint_, entry, bytes, 0);
-  Tensor tensor(backend, compute, entry.shape, name.c_str());
-  HostImage image(backend, tensor);
-  convert_elements(bytes.data(), entry.dtype, image.data(), compute, tensor.size());
-  image.finish();
-  return tensor;
+  convert_elements(bytes.data(), entry.dtype, target, compute, element_count(entry.shape));
 }
 
-LayerWeights WeightSource::load(Backend& backend, const LayerSpec& layer, DType compute, bool check_finite) const {
-  LayerWeights weights;
-  for (Tap tap : kTaps) {
-    const ModelSpec::TapShape shape = spec_.tap_shape(layer, tap);
-    std::vector<const LinearSpec*> linears;
-    bool any_bias = false;
-    for (const LinearSpec& linear : layer.linears)
-      if (linear.tap == tap) {
-        linears.push_back(&linear);
-        any_bias |= !linear.bias.empty();
-      }
-    Tensor& stack = weights.taps[static_cast<int>(tap)];
-    const std::string what = layer.prefix + to_string(tap) + " weights";
-    stack = Tensor(backend, compute, {shape.count, shape.rows, shape.cols}, what.c_str());
-    HostImage image(backend, stack);
+void WeightSource::add_tap(std::vector<Part>& parts, const LayerSpec& layer, Tap tap, DType compute,
+                           bool check_finite) const {
+  const ModelSpec::TapShape shape = spec_.tap_shape(layer, tap);
+  const int index = static_cast<int>(tap);
+  std::vector<const LinearSpec*> linears;
+  bool any_bias = false;
+  for (const LinearSpec& linear : layer.linears)
+    if (linear.tap == tap) {
+      linears.push_back(&linear);
+      any_bias |= !linear.bias.empty();
+    }
+  const int64_t size = size_of(compute);
+  const auto fill_weights = [=, this](std::byte* target) {
     std::exception_ptr failure;
     std::mutex failure_lock;
     const int64_t count = static_cast<int64_t>(linears.size());
-    // Few large matrices are converted by all threads one after another, many small ones a thread each. No exception
-    // may leave the loop.
+    // Few large matrices are converted by all threads one after another, many small ones a thread each.
+    // No exception may leave the loop.
 #pragma omp parallel for schedule(dynamic) if (count > 8)
     for (int64_t i = 0; i < count; ++i) {
       const LinearSpec& linear = *linears[i];
       const int64_t row = std::max<int64_t>(linear.expert, 0) * shape.rows + linear.row_offset;
       try {
-        read_linear(linear, image.data() + row * shape.cols * size_of(compute), compute, check_finite);
+        read_linear(linear, target + row * shape.cols * size, compute, check_finite);
       } catch (...) {
         const std::lock_guard guard(failure_lock);
         if (!failure) failure = std::current_exception();
       }
     }
     if (failure) std::rethrow_exception(failure);
-    image.finish();
-    if (!any_bias) continue;
-    Tensor& bias = weights.biases[static_cast<int>(tap)];
-    bias = Tensor(backend, compute, {shape.rows}, what.c_str());
-    HostImage bias_image(backend, bias);
-    std::memset(bias_image.data(), 0, bias.bytes());
-    for (const LinearSpec* linear : linears) {
-      if (linear->bias.empty()) continue;
-      const TensorEntry& entry = checkpoint_.entry(linear->bias);
-      const auto bytes = checkpoint_.bytes(linear->bias);
-      if (check_finite) check_all_finite(checkpoint_, entry, bytes, 0);
-      convert_elements(bytes.data(), entry.dtype, bias_image.data() + linear->row_offset * size_of(compute), compute,
-                       linear->rows);
-    }
-    bias_image.finish();
+  };
+  parts.push_back({{shape.count, shape.rows, shape.cols},
+                   [index](LayerWeights& w) -> Tensor& { return w.taps[index]; },
+                   fill_weights});
+  if (!any_bias) return;
+  const auto fill_bias = [=, this](std::byte* target) {
+    std::memset(target, 0, shape.rows * size);  // linears without a bias beside some that have one
+    for (const LinearSpec* linear : linears)
+      if (!linear->bias.empty()) read_plain(linear->bias, target + linear->row_offset * size, compute, check_finite);
+  };
+  parts.push_back({{shape.rows}, [index](LayerWeights& w) -> Tensor& { return w.biases[index]; }, fill_bias});
+}
+
+std::vector<WeightSource::Part> WeightSource::parts(const LayerSpec& layer, DType compute, bool check_finite) const {
+  std::vector<Part> result;
+  for (Tap tap : kTaps) add_tap(result, layer, tap, compute, check_finite);
+  const auto add_plain = [&](const std::string& name, Tensor LayerWeights::*slot) {
+    if (name.empty()) return;
+    result.push_back({checkpoint_.entry(name).shape, [slot](LayerWeights& w) -> Tensor& { return w.*slot; },
+                      [=, this](std::byte* target) { read_plain(name, target, compute, check_finite); }});
+  };
+  add_plain(layer.input_norm, &LayerWeights::input_norm);
+  add_plain(layer.post_attention_norm, &LayerWeights::post_attention_norm);
+  add_plain(layer.q_norm, &LayerWeights::q_norm);
+  add_plain(layer.k_norm, &LayerWeights::k_norm);
+  add_plain(layer.router, &LayerWeights::router);
+  return result;
+}
+
+int64_t WeightSource::layer_bytes(const LayerSpec& layer, DType compute) const {
+  int64_t bytes = 0;
+  for (const Part& part : parts(layer, compute, false)) bytes += aligned(element_count(part.shape) * size_of(compute));
+  return bytes;
+}
+
+void WeightSource::read(const LayerSpec& layer, DType compute, bool check_finite, HostLayer& host) const {
+  std::byte* at = host.reserve(layer_bytes(layer, compute));
+  for (const Part& part : parts(layer, compute, check_finite)) {
+    part.fill(at);
+    at += aligned(element_count(part.shape) * size_of(compute));
   }
-  weights.input_norm = load_tensor(backend, layer.input_norm, compute, check_finite);
-  weights.post_attention_norm = load_tensor(backend, layer.post_attention_norm, compute, check_finite);
-  if (!layer.q_norm.empty()) {
-    weights.q_norm = load_tensor(backend, layer.q_norm, compute, check_finite);
-    weights.k_norm = load_tensor(backend, layer.k_norm, compute, check_finite);
+}
+
+LayerWeights WeightSource::upload(Backend& backend, const LayerSpec& layer, DType compute,
+                                  const HostLayer& host) const {
+  LayerWeights weights;
+  const std::byte* at = host.data();
+  const std::string what = layer.prefix + "weights";
+  for (const Part& part : parts(layer, compute, false)) {
+    Tensor& tensor = part.slot(weights);
+    tensor = Tensor(backend, compute, part.shape, what.c_str());
+    backend.upload(tensor.data(), at, tensor.bytes());
+    at += aligned(tensor.bytes());
   }
-  if (layer.moe) weights.router = load_tensor(backend, layer.router, compute, check_finite);
   return weights;
+}
+
+LayerWeights WeightSource::load(Backend& backend, const LayerSpec& layer, DType compute, bool check_finite) const {
+  if (!backend.is_host()) {
+    HostLayer host(backend);
+    read(layer, compute, check_finite, host);
+    return upload(backend, layer, compute, host);
+  }
+  LayerWeights weights;
+  const std::string what = layer.prefix + "weights";
+  for (const Part& part : parts(layer, compute, check_finite)) {
+    Tensor& tensor = part.slot(weights);
+    tensor = Tensor(backend, compute, part.shape, what.c_str());
+    part.fill(tensor.as<std::byte>());
+  }
+  return weights;
+}
+
+Tensor WeightSource::load_tensor(Backend& backend, const std::string& name, DType compute, bool check_finite) const {
+  Tensor tensor(backend, compute, checkpoint_.entry(name).shape, name.c_str());
+  if (backend.is_host()) {
+    read_plain(name, tensor.data(), compute, check_finite);
+    return tensor;
+  }
+  HostLayer host(backend);
+  read_plain(name, host.reserve(tensor.bytes()), compute, check_finite);
+  backend.upload(tensor.data(), host.data(), tensor.bytes());
+  return tensor;
+}
+
+HostLayer::~HostLayer() {
+  if (data_) backend_.release_host(data_);
+}
+
+std::byte* HostLayer::reserve(int64_t bytes) {
+  if (bytes <= capacity_) return data_;
+  if (data_) backend_.release_host(data_);
+  data_ = nullptr;
+  capacity_ = 0;
+  data_ = static_cast<std::byte*>(backend_.allocate_host(bytes));
+  capacity_ = bytes;
+  return data_;
 }
 
 }  // namespace shardq

@@ -81,7 +81,7 @@ TEST(RelativeError, FailsWhereItMust) {
 }
 
 TEST(Forward, SequencesDoNotSeeEachOther) {
-  // The same sequences alone and packed give the same bits in f32: nothing leaks over a boundary.
+  // The same sequence alone and packed behind others: nothing leaks over a boundary.
   const GoldenCase golden("qwen3");
   const auto backend = make_cpu_backend();
   const ModelSpec spec = read_model_spec(golden.checkpoint);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <random>
+#include <thread>
 
 #include "core/error.hpp"
 #include "io/packing.hpp"
@@ -30,6 +31,33 @@ TEST(WeightSource, StacksLinearsInTheOrderOfTheTable) {
     std::vector<float> want(linear.rows * linear.cols);
     std::memcpy(want.data(), checkpoint.bytes(linear.tensor).data(), want.size() * 4);
     EXPECT_TRUE(std::equal(want.begin(), want.end(), stack.begin() + first)) << linear.module;
+  }
+}
+
+TEST(WeightSource, ReadingAheadGivesTheSameAsLoading) {
+  const auto backend = make_cpu_backend();
+  for (const char* name : {"llama_bias", "qwen3_moe_dense"}) {
+    const Checkpoint checkpoint(golden_directory() / name);
+    const ModelSpec spec = read_model_spec(checkpoint);
+    const WeightSource source(checkpoint, spec);
+    HostLayer host(*backend);  // one for layers of different sizes
+    for (const LayerSpec& layer : spec.layer) {
+      const LayerWeights want = source.load(*backend, layer, DType::bf16, true);
+      std::thread reader([&] { source.read(layer, DType::bf16, true, host); });
+      reader.join();
+      const LayerWeights got = source.upload(*backend, layer, DType::bf16, host);
+      for (Tap tap : kTaps) {
+        const auto index = static_cast<size_t>(tap);
+        EXPECT_EQ(tap_values(*backend, got, tap), tap_values(*backend, want, tap));
+        ASSERT_EQ(static_cast<bool>(got.biases[index]), static_cast<bool>(want.biases[index]));
+        if (want.biases[index]) EXPECT_EQ(to_host(*backend, got.biases[index]), to_host(*backend, want.biases[index]));
+      }
+      for (Tensor LayerWeights::*part : {&LayerWeights::input_norm, &LayerWeights::post_attention_norm,
+                                         &LayerWeights::q_norm, &LayerWeights::k_norm, &LayerWeights::router}) {
+        ASSERT_EQ(static_cast<bool>(got.*part), static_cast<bool>(want.*part));
+        if (want.*part) EXPECT_EQ(to_host(*backend, got.*part), to_host(*backend, want.*part));
+      }
+    }
   }
 }
 
