@@ -29,7 +29,7 @@ struct FloatPanel {
 FloatPanel float_panel(MatrixView m, float* buffer) {
   if (m.dtype == DType::f32) return {m.as<float>(), m.stride};
   cpu::with_type(m.dtype, [&]<class T>(T*) {
-#pragma omp parallel for schedule(static) if (m.rows * m.cols > 32768)
+#pragma omp parallel for schedule(static) if (m.rows * m.cols > cpu::kWorthThreads)
     for (int64_t r = 0; r < m.rows; ++r) cpu::widen(m.as<T>() + r * m.stride, buffer + r * m.cols, m.cols);
   });
   return {buffer, m.cols};
@@ -38,7 +38,7 @@ FloatPanel float_panel(MatrixView m, float* buffer) {
 /// y = values (+ bias) (+ y), rounded once.
 void store_rows(const float* values, int64_t stride, const float* bias, MatrixView y, bool accumulate) {
   cpu::with_type(y.dtype, [&]<class T>(T*) {
-#pragma omp parallel for schedule(static) if (y.rows * y.cols > 32768)
+#pragma omp parallel for schedule(static) if (y.rows * y.cols > cpu::kWorthThreads)
     for (int64_t r = 0; r < y.rows; ++r) {
       constexpr int64_t kStrip = 256;
       float strip[kStrip], old[kStrip];

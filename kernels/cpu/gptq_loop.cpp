@@ -15,6 +15,7 @@
 #include "kernels/cpu/convert.hpp"
 #include "kernels/cpu/cpu_backend.hpp"
 #include "kernels/cpu/lanes.hpp"
+#include "kernels/cpu/work_split.hpp"
 
 namespace shardq {
 namespace {
@@ -179,7 +180,7 @@ void CpuBackend::gptq_block(const GptqBlock& b) {
                "gptq_block: {} groups of {} for {} columns", b.groups, b.group_size, cols);
   if (count == 0 || rows == 0 || width == 0) return;
   const int64_t tiles = (rows + kLanes - 1) / kLanes;
-#pragma omp parallel
+#pragma omp parallel if (count * rows * width > cpu::kWorthThreads)
   {
     Tile tile(width, b.groups);
 #pragma omp for collapse(2) schedule(static)
@@ -199,7 +200,7 @@ void CpuBackend::load_columns(StackView weight, const int32_t* order, int64_t be
                ExitCode::internal, "load_columns: columns {} + {} of [{}, {}, {}] into [{}, {}, {}]", begin,
                target.cols, weight.count, weight.rows, weight.cols, target.count, target.rows, target.cols);
   cpu::with_type(weight.dtype, [&]<class T>(T*) {
-#pragma omp parallel for collapse(2) schedule(static)
+#pragma omp parallel for collapse(2) schedule(static) if (target.count * target.rows * target.cols > cpu::kWorthThreads)
     for (int64_t e = 0; e < weight.count; ++e)
       for (int64_t r = 0; r < weight.rows; ++r) {
         const T* w = weight.as<T>() + e * weight.matrix_stride + r * weight.stride;

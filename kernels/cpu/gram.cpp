@@ -27,7 +27,7 @@ void check_square(StackView h, const char* where) {
 /// body(row of the whole stack's lower triangles: matrix, row) in parallel.
 template <class Body>
 void for_each_row(StackView h, Body&& body) {
-#pragma omp parallel for collapse(2) schedule(dynamic, 16)
+#pragma omp parallel for collapse(2) schedule(dynamic, 16) if (h.count * h.rows * h.cols > cpu::kWorthThreads)
   for (int64_t e = 0; e < h.count; ++e)
     for (int64_t r = 0; r < h.rows; ++r) body(e, r);
 }
@@ -59,7 +59,7 @@ void CpuBackend::accumulate_gram(MatrixView x, StackView h, std::span<const int6
       } else {
         float* buffer = scratch(thread * kScratchKinds, step * x.cols);
         cpu::with_type(x.dtype, [&]<class T>(T*) {
-#pragma omp parallel for schedule(static) if (rows * x.cols > 32768)
+#pragma omp parallel for schedule(static) if (rows * x.cols > cpu::kWorthThreads)
           for (int64_t r = 0; r < rows; ++r) cpu::widen(x.as<T>() + (t + r) * x.stride, buffer + r * x.cols, x.cols);
         });
         data = buffer;
@@ -98,7 +98,7 @@ void CpuBackend::sum_stack(StackView h, MatrixView pool) {
   check_square(h, "sum_stack");
   SHARDQ_CHECK(pool.rows == h.rows && pool.cols == h.cols && pool.dtype == DType::f32, ExitCode::internal,
                "sum_stack: pool [{}, {}] for matrices [{}, {}]", pool.rows, pool.cols, h.rows, h.cols);
-#pragma omp parallel for schedule(dynamic, 16)
+#pragma omp parallel for schedule(dynamic, 16) if (h.count * h.rows * h.cols > cpu::kWorthThreads)
   for (int64_t r = 0; r < pool.rows; ++r) {
     float* sum = pool.as<float>() + r * pool.stride;
     for (int64_t e = 0; e < h.count; ++e) {

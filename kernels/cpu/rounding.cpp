@@ -5,6 +5,7 @@
 #include "kernels/cpu/convert.hpp"
 #include "kernels/cpu/cpu_backend.hpp"
 #include "kernels/cpu/lanes.hpp"
+#include "kernels/cpu/work_split.hpp"
 
 namespace shardq {
 namespace {
@@ -54,7 +55,7 @@ void CpuBackend::round_to_nearest(StackView w, const int32_t* order, const float
                residual.rows, residual.cols, w.count, w.rows, w.cols);
   const int64_t groups = w.cols / group_size;
   const cpu::CodeRange range = cpu::code_range(grid);
-#pragma omp parallel
+#pragma omp parallel if (w.count * w.rows * w.cols > cpu::kWorthThreads)
   {
     std::vector<float> difference(static_cast<size_t>(w.cols));
 #pragma omp for collapse(2) schedule(static)
@@ -79,7 +80,7 @@ void CpuBackend::dequantize(const int8_t* codes, const float* scales, const int8
                             const Grid& grid, StackView w) {
   check_groups("dequantize", w.cols, group_size, grid, zeros);
   const int64_t groups = w.cols / group_size;
-#pragma omp parallel
+#pragma omp parallel if (w.count * w.rows * w.cols > cpu::kWorthThreads)
   {
     std::vector<float> values(static_cast<size_t>(w.cols));
 #pragma omp for collapse(2) schedule(static)

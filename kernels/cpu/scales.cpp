@@ -12,6 +12,7 @@
 #include "kernels/cpu/cpu_backend.hpp"
 #include "kernels/cpu/lanes.hpp"
 #include "kernels/cpu/power.hpp"
+#include "kernels/cpu/work_split.hpp"
 
 namespace shardq {
 namespace {
@@ -111,7 +112,7 @@ void CpuBackend::find_scales(StackView w, const float* importance, int shrink_st
                "find_scales: groups of {} do not divide {} columns", group_size, w.cols);
   SHARDQ_CHECK(grid.symmetric || zeros, ExitCode::internal, "find_scales: an asymmetric grid needs zeros");
   const int64_t groups = w.cols / group_size, tiles = (w.rows + kLanes - 1) / kLanes;
-#pragma omp parallel
+#pragma omp parallel if (w.count * w.rows * w.cols > cpu::kWorthThreads)
   {
     GroupTile g;
     g.value.resize(static_cast<size_t>(group_size * kLanes));

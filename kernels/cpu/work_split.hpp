@@ -11,6 +11,9 @@
 // parallel region and on all threads outside: with enough matrices of like size the first is faster, else the second.
 namespace shardq::cpu {
 
+/// Elements below which waking other threads costs more than they save.
+inline constexpr int64_t kWorthThreads = 32768;
+
 /// body(i, thread) for i in [0, count): matrices in parallel, each on one thread. Exceptions come out of the region.
 template <class Body>
 void in_parallel(int64_t count, int threads, Body&& body) {
