@@ -54,6 +54,11 @@ void agree(Communicator& comm, const std::function<void()>& body);
 /// The logical OR of a flag over the ranks.
 bool any_rank(Communicator& comm, bool flag);
 
+/// Compares what collectives (names and sizes, in order) the ranks have made since the last check. A collective; call
+/// it once a layer. Errors: AgreedError(internal) naming `where` and the first call that differs. A difference that
+/// makes ranks wait for each other before they come here is the watchdog's.
+void check_schedule(Communicator& host, const char* where);
+
 /// Host communicator for a process alone.
 std::unique_ptr<Communicator> make_single_communicator();
 /// Starts MPI (MPI_THREAD_MULTIPLE) and returns its world, or the single one when not launched under MPI or not

@@ -77,8 +77,8 @@ class MpiCommunicator final : public Communicator {
   void all_reduce_sum(int64_t* data, int64_t count) override { all_reduce(data, count); }
 
   void reduce_scatter_sum(float* data, std::span<const Range> ranges) override {
-    const WatchedCollective watched("reduce_scatter_sum");
-    check_ranges(ranges, size_, "reduce_scatter_sum");
+    const int64_t count = check_ranges(ranges, size_, "reduce_scatter_sum");
+    const WatchedCollective watched("reduce_scatter_sum", count * sizeof(float));
     const int64_t piece = std::max<int64_t>(1, transfer_limits().reduce_bytes / size_ / sizeof(float));
     int64_t longest = 0;
     for (const Range& range : ranges) longest = std::max(longest, range.size());
@@ -93,13 +93,13 @@ class MpiCommunicator final : public Communicator {
   }
 
   void all_gather(void* data, std::span<const Range> ranges, int64_t element_size) override {
-    const WatchedCollective watched("all_gather");
-    check_ranges(ranges, size_, "all_gather");
+    const int64_t count = check_ranges(ranges, size_, "all_gather");
+    const WatchedCollective watched("all_gather", count * element_size);
     gather_bytes(static_cast<char*>(data), ranges, element_size);
   }
 
   void broadcast(void* data, int64_t bytes, int root) override {
-    const WatchedCollective watched("broadcast");
+    const WatchedCollective watched("broadcast", bytes);
     broadcast_bytes(static_cast<char*>(data), bytes, root);
   }
 
@@ -111,7 +111,7 @@ class MpiCommunicator final : public Communicator {
  private:
   template <class T>
   void all_reduce(T* data, int64_t count) {
-    const WatchedCollective watched("all_reduce_sum");
+    const WatchedCollective watched("all_reduce_sum", count * sizeof(T));
     if (count * size_ * static_cast<int64_t>(sizeof(T)) <= transfer_limits().small_bytes)
       return all_reduce_small(data, count);
     const int64_t chunk = std::max<int64_t>(size_, transfer_limits().reduce_bytes / sizeof(T));

@@ -78,8 +78,8 @@ class NcclCommunicator final : public Communicator {
   void all_reduce_sum(int64_t* data, int64_t count) override { all_reduce(data, count, ncclInt64); }
 
   void reduce_scatter_sum(float* data, std::span<const Range> ranges) override {
-    check_ranges(ranges, size_, "reduce_scatter_sum");
-    enqueue("nccl reduce_scatter_sum", [&] {
+    const int64_t total = check_ranges(ranges, size_, "reduce_scatter_sum");
+    enqueue("nccl reduce_scatter_sum", total * sizeof(float), [&] {
       if (all_equal(ranges)) {
         const int64_t count = ranges[0].size();
         SHARDQ_NCCL(ncclReduceScatter(data, data + rank_ * count, count, ncclFloat32, ncclSum, comm_, stream_));
@@ -96,9 +96,9 @@ class NcclCommunicator final : public Communicator {
   }
 
   void all_gather(void* data, std::span<const Range> ranges, int64_t element_size) override {
-    check_ranges(ranges, size_, "all_gather");
+    const int64_t total = check_ranges(ranges, size_, "all_gather");
     auto* bytes = static_cast<char*>(data);
-    enqueue("nccl all_gather", [&] {
+    enqueue("nccl all_gather", total * element_size, [&] {
       if (all_equal(ranges)) {
         const int64_t count = ranges[0].size() * element_size;
         SHARDQ_NCCL(ncclAllGather(bytes + rank_ * count, bytes, count, ncclInt8, comm_, stream_));
@@ -115,7 +115,8 @@ class NcclCommunicator final : public Communicator {
   }
 
   void broadcast(void* data, int64_t bytes, int root) override {
-    enqueue("nccl broadcast", [&] { SHARDQ_NCCL(ncclBroadcast(data, data, bytes, ncclInt8, root, comm_, stream_)); });
+    enqueue("nccl broadcast", bytes,
+            [&] { SHARDQ_NCCL(ncclBroadcast(data, data, bytes, ncclInt8, root, comm_, stream_)); });
   }
 
   /// The only collective for which the host waits.
@@ -174,13 +175,13 @@ class NcclCommunicator final : public Communicator {
 
   void all_reduce(void* data, int64_t count, ncclDataType_t type) {
     if (count == 0) return;
-    enqueue("nccl all_reduce_sum",
+    enqueue("nccl all_reduce_sum", count * (type == ncclFloat32 ? 4 : 8),
             [&] { SHARDQ_NCCL(ncclAllReduce(data, data, count, type, ncclSum, comm_, stream_)); });
   }
 
   template <class Body>
-  void enqueue(const char* name, const Body& body) {
-    const WatchedCollective watched(name);
+  void enqueue(const char* name, int64_t bytes, const Body& body) {
+    const WatchedCollective watched(name, bytes);
     SHARDQ_CUDA(cudaSetDevice(device_));
     SHARDQ_CUDA(cudaEventRecord(ready_, compute_));
     SHARDQ_CUDA(cudaStreamWaitEvent(stream_, ready_, 0));

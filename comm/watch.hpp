@@ -47,10 +47,11 @@ class PulseTable {
 /// Gives the watchdog the peers to look at (null: none).
 void watch_peers(std::shared_ptr<const PulseTable> peers);
 
-/// A collective as the watchdog sees it: numbered, counted as progress, and a guarded wait.
+/// A collective: numbered, counted as progress, noted in the schedule, and a guarded wait.
 class WatchedCollective {
  public:
-  explicit WatchedCollective(const char* name);
+  /// bytes: how much the collective is about, the same on every rank.
+  explicit WatchedCollective(const char* name, int64_t bytes = 0);
   static int64_t count();
 
  private:

@@ -9,6 +9,7 @@
 #include <ctime>
 #include <thread>
 
+#include "comm/schedule.hpp"
 #include "comm/watch.hpp"
 
 namespace shardq {
@@ -204,7 +205,10 @@ void watch_peers(std::shared_ptr<const PulseTable> peers) {
   state().peers = std::move(peers);
 }
 
-WatchedCollective::WatchedCollective(const char* name) : wait_((++state().collectives, ++state().progress, name)) {}
+WatchedCollective::WatchedCollective(const char* name, int64_t bytes)
+    : wait_((++state().collectives, ++state().progress, name)) {
+  own_schedule().add(name, bytes);
+}
 
 int64_t WatchedCollective::count() {
   return state().collectives.load();

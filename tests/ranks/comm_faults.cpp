@@ -33,7 +33,8 @@ void go_wrong(const std::string& fault, Communicator& comm) {
     report_progress("solve");
     work(100 * kProgressSeconds, false);
   }
-  if (fault == "mismatch") comm.barrier();  // one collective more than the others make
+  if (fault == "schedule") comm.broadcast(nullptr, 0, 0);  // moves nothing, so only a comparison shows it
+  if (fault == "mismatch") comm.barrier();                 // one collective more than the others make
 }
 
 int run(const std::string& fault, Communicator& comm) {
@@ -47,6 +48,7 @@ int run(const std::string& fault, Communicator& comm) {
     double sum = 1;
     comm.all_reduce_sum(&sum, 1);
     if (suspended) work(0.1, true);
+    check_schedule(comm, "step");
   }
   return 0;
 }

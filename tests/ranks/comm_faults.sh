@@ -14,6 +14,7 @@ case $fault in
   throw)    code=3  most=15 text='error: rank 1: shard 7 is truncated' ;;
   slow)     code=0  most=45 text='finished' ;;
   stuck)    code=87 most=30 text="no rank has made progress for .* s; rank 1 in 'solve'|no rank has made progress for .* s; rank 0 in .*rank 1 in 'solve'" ;;
+  schedule) code=77 most=15 text='ranks disagree on the collectives of step: call 1 is all_gather of 24 bytes on rank 0, broadcast of 0 bytes on rank 1' ;;
   mismatch) code=87 most=30 text="no rank has made progress" ;;
   suspend)  code=0  most=60 text='finished' ;;
   nccl_stop) code=87 most=40 text='rank 1 silent for' ;;
