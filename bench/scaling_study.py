@@ -195,6 +195,17 @@ def write_rows(rows, path):
         writer.writerows({name: round(row[name], 4) if isinstance(row[name], float) else row[name] for name in COLUMNS} for row in rows)
 
 
+def machine_name(device):
+    """The GPU's name, or the processor's."""
+    if device == "cuda":
+        names = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True).stdout.split("\n")
+        return f"{len([name for name in names if name])} x {names[0]}"
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
 def integers(text):
     return [int(part) for part in text.split(",")]
 
@@ -231,7 +242,7 @@ def main():
     else:
         rows, detail = measure(arguments)
         write_rows(rows, arguments.output / "runs.csv")
-        machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
+        machine = {"machine": machine_name(arguments.device), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
         description = {**machine, "device": arguments.device, "recipe": str(arguments.recipe), "threads": arguments.threads, "set": arguments.set}
         (arguments.output / "phases.json").write_text(json.dumps({**description, "runs": detail}, indent=1) + "\n")
     draw(rows, arguments.title or f"shardq: {(arguments.recipe or arguments.from_csv).stem}", arguments.output)
