@@ -192,8 +192,8 @@ int main(int argc, char** argv) {
     code = static_cast<int>(ExitCode::internal);
   }
   std::fflush(nullptr);
-  stop_watchdog();
   if (!agreed) abort_job(code);
-  finish_communication();
+  finish_communication();  // still watched: a peer may be lost in the last barrier
+  stop_watchdog();
   return code;
 }

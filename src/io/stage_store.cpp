@@ -64,7 +64,7 @@ std::vector<StageFile> files_of(const StageEntry& stage) {
 /// The write of one stage's part by this rank, in its own thread.
 struct Flight {
   std::string stage, text;
-  std::atomic<bool> cancelled{false};
+  std::atomic<bool> cancelled{false}, written{false};
   WrittenPart part;
   std::exception_ptr error;
   std::thread thread;
@@ -263,6 +263,21 @@ bool StageStore::has(const std::string& stage) const {
 }
 
 void StageStore::put(const std::string& stage, std::vector<StageArray> arrays, std::string text) {
+  // shared: std::function must be copyable, and arrays must not be copied.
+  auto held = std::make_shared<std::vector<StageArray>>(std::move(arrays));
+  put(
+      stage, [held] { return std::move(*held); }, std::move(text));
+}
+
+bool StageStore::in_flight() const {
+  return state_->flight != nullptr;
+}
+
+bool StageStore::writing() const {
+  return state_->flight && !state_->flight->written;
+}
+
+void StageStore::put(const std::string& stage, std::function<std::vector<StageArray>()> make, std::string text) {
   complete();
   SHARDQ_CHECK(is_stage_name(stage), ExitCode::internal, "\"{}\" is no stage name: letters, digits, '.', '_', '-'",
                stage);
@@ -271,12 +286,14 @@ void StageStore::put(const std::string& stage, std::vector<StageArray> arrays, s
   flight->stage = stage;
   flight->text = std::move(text);
   const fs::path path = state_->folder / fmt::format("{}.{}.rank{:04}.h5", stage, state_->session, state_->ranks.rank);
-  flight->thread = std::thread([this, path, at = flight.get(), arrays = std::move(arrays)]() mutable {
+  flight->thread = std::thread([this, path, at = flight.get(), make = std::move(make)]() mutable {
     try {
-      at->part = write_stage_file(path, std::move(arrays), state_->bytes_written, at->cancelled);
+      at->part = write_stage_file(path, make(), state_->bytes_written, at->cancelled);
     } catch (...) {
       at->error = std::current_exception();
     }
+    make = nullptr;  // what it holds is not needed while the stage waits to be committed
+    at->written = true;
   });
   state_->flight = std::move(flight);
 }

@@ -62,6 +62,12 @@ class StageStore {
   /// Starts writing this rank's part in a background thread (arrays are moved in). At most one stage is in flight:
   /// completes the former first. Collective. text: only rank 0's counts.
   void put(const std::string& stage, std::vector<StageArray> arrays, std::string text);
+  /// The same, with the arrays made by `make` in the background thread (packing costs time as well).
+  void put(const std::string& stage, std::function<std::vector<StageArray>()> make, std::string text);
+  /// True while this rank's part of the stage in flight is still being written.
+  bool writing() const;
+  /// True from put() until the stage is committed; the same on every rank.
+  bool in_flight() const;
   /// Collective: waits for the stage in flight, if any, and commits it in the manifest. Throws on all ranks, naming the
   /// failing one: Error(disk) for I/O, Error(internal) when the ranks' rows of an array do not fit together.
   void complete();

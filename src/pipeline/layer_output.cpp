@@ -31,46 +31,31 @@ std::vector<std::byte> stored_scales(const float* scales, int64_t count, DType d
 
 }  // namespace
 
-HostBuffer download(Backend& backend, const Tensor& tensor) {
-  HostBuffer buffer(backend, std::max<int64_t>(tensor.bytes(), 1));
-  backend.download(buffer.as<void>(), tensor.data(), tensor.bytes());
-  return buffer;
-}
-
 LayerOutput::LayerOutput(Job& job, OutputWriter& writer) : job_(job), writer_(writer) {}
 
 LayerOutput::~LayerOutput() {
   if (pending_.valid()) pending_.wait();
 }
 
-void LayerOutput::add(const LayerSpec& layer, Tap tap, const TapResult& result) {
-  if (!owns(layer)) return;
-  PhaseTimer timer(job_.seconds, "write");
-  const Shape& codes = result.codes.shape();
-  HostTap host{download(job_.backend, result.codes),
-               download(job_.backend, result.scales),
-               std::nullopt,
-               codes[1],
-               codes[2],
-               result.scales.shape()[2]};
-  if (result.zeros) host.zeros.emplace(download(job_.backend, result.zeros));
-  taps_[static_cast<size_t>(tap)].emplace(std::move(host));
+void LayerOutput::add(const LayerSpec& layer, Tap tap, std::shared_ptr<const HostTap> host) {
+  if (owns(layer)) taps_[static_cast<size_t>(tap)] = std::move(host);
 }
 
-void LayerOutput::append_linear(std::vector<OutputTensor>& out, const LinearSpec& linear, const HostTap& tap) const {
+void LayerOutput::append_linear(std::vector<OutputTensor>& out, const LayerSpec& layer, const LinearSpec& linear,
+                                const HostTap& tap) const {
   const Grid& grid = job_.recipe.scheme.grid;
-  const int64_t first = std::max<int64_t>(linear.expert, 0) * tap.rows + linear.row_offset;
-  const auto codes = std::span(tap.codes.as<const int8_t>() + first * tap.cols, linear.rows * tap.cols);
+  const int64_t first =
+      std::max<int64_t>(linear.expert, 0) * job_.spec.tap_shape(layer, linear.tap).rows + linear.row_offset;
+  const auto codes = std::span(tap.codes_at(first), linear.rows * tap.cols);
   out.push_back(owned_tensor(linear.module + ".weight_packed", DType::i32,
                              {linear.rows, packed_words(tap.cols, grid.bits)},
                              bytes_of(pack_rows(codes, linear.rows, tap.cols, grid.bits))));
-  out.push_back(owned_tensor(
-      linear.module + ".weight_scale", grid.scale_dtype, {linear.rows, tap.groups},
-      stored_scales(tap.scales.as<float>() + first * tap.groups, linear.rows * tap.groups, grid.scale_dtype)));
+  out.push_back(owned_tensor(linear.module + ".weight_scale", grid.scale_dtype, {linear.rows, tap.groups},
+                             stored_scales(tap.scales_at(first), linear.rows * tap.groups, grid.scale_dtype)));
   out.push_back(owned_tensor(linear.module + ".weight_shape", DType::i64, {2},
                              bytes_of(std::vector<int64_t>{linear.rows, tap.cols})));
-  if (tap.zeros) {
-    const auto zeros = std::span(tap.zeros->as<const int8_t>() + first * tap.groups, linear.rows * tap.groups);
+  if (!tap.symmetric) {
+    const auto zeros = std::span(tap.zeros_at(first), linear.rows * tap.groups);
     out.push_back(owned_tensor(linear.module + ".weight_zero_point", DType::i32,
                                {packed_words(linear.rows, grid.bits), tap.groups},
                                bytes_of(pack_columns(zeros, linear.rows, tap.groups, grid.bits))));
@@ -96,12 +81,11 @@ std::set<std::string> LayerOutput::consumed(const LayerSpec& layer) const {
   return names;
 }
 
-std::vector<OutputTensor> LayerOutput::layer_tensors(const LayerSpec& layer,
-                                                     const std::array<std::optional<HostTap>, 4>& taps) const {
+std::vector<OutputTensor> LayerOutput::layer_tensors(const LayerSpec& layer, const HostTaps& taps) const {
   std::vector<OutputTensor> out;
   for (size_t i = 0; i < layer.linears.size(); ++i)
     if (job_.selection.quantized[layer.index][i])
-      append_linear(out, layer.linears[i], *taps[static_cast<size_t>(layer.linears[i].tap)]);
+      append_linear(out, layer, layer.linears[i], *taps[static_cast<size_t>(layer.linears[i].tap)]);
   const std::set<std::string> replaced = consumed(layer);
   for (const std::string& name : job_.checkpoint.names())
     if (name.starts_with(layer.prefix) && !replaced.contains(name)) append_plain(out, name);
@@ -111,15 +95,9 @@ std::vector<OutputTensor> LayerOutput::layer_tensors(const LayerSpec& layer,
 void LayerOutput::write(const LayerSpec& layer) {
   if (!owns(layer)) return;
   wait();
-  // std::array of optionals moves element by element; the originals are reset so that the next layer starts empty.
-  auto taps = std::make_shared<std::array<std::optional<HostTap>, 4>>();
-  for (size_t t = 0; t < 4; ++t)
-    if (taps_[t]) {
-      (*taps)[t].emplace(std::move(*taps_[t]));
-      taps_[t].reset();
-    }
+  const HostTaps taps = std::exchange(taps_, {});
   pending_ = std::async(std::launch::async, [this, &layer, taps] {
-    return writer_.write_shard(layer.index + 1, shard_count(), layer_tensors(layer, *taps));
+    return writer_.write_shard(layer.index + 1, shard_count(), layer_tensors(layer, taps));
   });
 }
 

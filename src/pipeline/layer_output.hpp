@@ -2,41 +2,14 @@
 #include <array>
 #include <future>
 #include <memory>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "io/output_writer.hpp"
-#include "pipeline/tap_solver.hpp"
+#include "pipeline/host_tap.hpp"
 
 namespace shardq {
-
-/// Page-locked host memory of a backend.
-class HostBuffer {
- public:
-  HostBuffer(Backend& backend, int64_t bytes)
-      : backend_(&backend), data_(backend.allocate_host(bytes)), bytes_(bytes) {}
-  ~HostBuffer() {
-    if (data_) backend_->release_host(data_);
-  }
-  HostBuffer(HostBuffer&& other) noexcept
-      : backend_(other.backend_), data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
-  HostBuffer& operator=(HostBuffer&&) = delete;
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  Backend* backend_;
-  void* data_;
-  int64_t bytes_;
-};
-
-/// Host copy of one tensor.
-HostBuffer download(Backend& backend, const Tensor& tensor);
 
 /// Turns solved taps into output shards. Layer k of n goes to shard k + 1 of n + 1, written by rank k mod ranks in the
 /// background; the last shard holds everything that belongs to no layer. Source: formats.md 5 (pack-quantized).
@@ -47,8 +20,8 @@ class LayerOutput {
   bool owns(const LayerSpec& layer) const { return layer.index % job_.host.size() == job_.host.rank(); }
   int64_t shard_count() const { return job_.spec.layers + 1; }
   bool has_shard(const LayerSpec& layer) const { return writer_.has_shard(layer.index + 1, shard_count()); }
-  /// Takes a host copy of a finished tap (owner only).
-  void add(const LayerSpec& layer, Tap tap, const TapResult& result);
+  /// Takes a finished tap, whole (owner only).
+  void add(const LayerSpec& layer, Tap tap, std::shared_ptr<const HostTap> host);
   /// Packs and writes the layer's shard in the background (owner only). Waits for the former layer's write first.
   void write(const LayerSpec& layer);
   /// The shard of everything that is in no layer; rank 0, in the foreground.
@@ -60,21 +33,17 @@ class LayerOutput {
   void publish();
 
  private:
-  struct HostTap {
-    HostBuffer codes, scales;
-    std::optional<HostBuffer> zeros;
-    int64_t rows, cols, groups;
-  };
-  std::vector<OutputTensor> layer_tensors(const LayerSpec& layer,
-                                          const std::array<std::optional<HostTap>, 4>& taps) const;
+  using HostTaps = std::array<std::shared_ptr<const HostTap>, 4>;
+  std::vector<OutputTensor> layer_tensors(const LayerSpec& layer, const HostTaps& taps) const;
   /// Tensors that quantized linears of this layer (or of all layers) replace.
   std::set<std::string> consumed(const LayerSpec& layer) const;
   void append_plain(std::vector<OutputTensor>& out, const std::string& name) const;
-  void append_linear(std::vector<OutputTensor>& out, const LinearSpec& linear, const HostTap& tap) const;
+  void append_linear(std::vector<OutputTensor>& out, const LayerSpec& layer, const LinearSpec& linear,
+                     const HostTap& tap) const;
 
   Job& job_;
   OutputWriter& writer_;
-  std::array<std::optional<HostTap>, 4> taps_;
+  HostTaps taps_;
   std::future<int64_t> pending_;
   int64_t bytes_written_ = 0;
 };

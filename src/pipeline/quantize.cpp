@@ -9,7 +9,7 @@
 #include "core/stop_signal.hpp"
 #include "io/files.hpp"
 #include "io/stage_store.hpp"
-#include "model/weight_source.hpp"
+#include "model/layer_reader.hpp"
 #include "pipeline/layer_output.hpp"
 #include "pipeline/preflight.hpp"
 #include "pipeline/progress.hpp"
@@ -25,9 +25,11 @@ class Run {
   Run(Job& job, StageStore& store, OutputWriter& writer, LayerOutput& output, bool resuming)
       : job_(job),
         store_(store),
+        stages_(job, store),
         writer_(writer),
         output_(output),
         source_(job.checkpoint, job.spec),
+        reader_(job.backend, source_, job.spec, job.compute, job.recipe.check_finite),
         progress_(job.host.rank() == 0, static_cast<double>(job.spec.layers * 4)),
         resuming_(resuming) {}
 
@@ -48,9 +50,11 @@ class Run {
 
   Job& job_;
   StageStore& store_;
+  TapStages stages_;
   OutputWriter& writer_;
   LayerOutput& output_;
   WeightSource source_;
+  LayerReader reader_;
   Progress progress_;
   Report report_;
   RopeTable rope_;
@@ -97,8 +101,15 @@ int64_t Run::start_layer() {
 void Run::safe_point() {
   report_progress("a chunk of tokens");
   fault_point("safe_point");
-  if (!any_rank(job_.host, stop_requested())) return;
-  agree(job_.host, [&] { store_.complete(); });
+  int64_t flags[] = {stop_requested(), store_.writing()};
+  job_.host.all_reduce_sum(flags, 2);
+  // A stage that every rank has written is committed at the next safe point, not only when another one follows.
+  if (store_.in_flight() && flags[1] == 0) agree(job_.host, [&] { store_.complete(); });
+  if (flags[0] == 0) return;
+  agree(job_.host, [&] {
+    stages_.flush();
+    store_.complete();
+  });
   throw AgreedError(ExitCode::stopped, fmt::format("stopped on {} after {} of {} taps; the same command resumes",
                                                    stop_signal_name().empty() ? "request" : stop_signal_name(),
                                                    done_taps_, job_.spec.layers * 4));
@@ -118,6 +129,7 @@ void Run::store_hidden_if_due(const LayerSpec& layer) {
   arrays.push_back(
       hidden_array(job_.backend, chunks_, first_token(), job_.tokens.tokens(), job_.spec.hidden, job_.compute));
   agree(job_.host, [&] {
+    stages_.flush();
     store_.put(name, std::move(arrays), report_.to_json());
     store_.complete();
   });
@@ -128,8 +140,7 @@ void Run::store_hidden_if_due(const LayerSpec& layer) {
     hidden_stages_.erase(hidden_stages_.begin());
   }
   const int64_t oldest = std::stoll(hidden_stages_.front().substr(5, 4));
-  for (const StageInfo& stage : store_.stages())
-    if (!stage.name.ends_with(".hidden") && std::stoll(stage.name.substr(5, 4)) < oldest) old.push_back(stage.name);
+  for (const std::string& stage : stages_.stages_before(oldest)) old.push_back(stage);
   agree(job_.host, [&] { store_.remove(old); });
   since_hidden_.reset();
   fault_point("hidden_stored");
@@ -137,20 +148,15 @@ void Run::store_hidden_if_due(const LayerSpec& layer) {
 
 TapResult Run::solve_or_load(TapSolver& solver, LayerForward* forward, const LayerSpec& layer, Tap tap,
                              const StackView& weights, std::vector<TapHessian>& ahead) {
-  const std::string stage = tap_stage_name(layer, tap);
-  if (store_.has(stage)) {
+  if (stages_.has(layer, tap)) {
     TapResult result;
     {
       PhaseTimer timer(job_.seconds, "checkpoint");
-      agree(job_.host, [&] {
-        const int64_t group = group_size_for(job_.recipe.scheme, weights.cols);
-        result = load_tap(job_.backend, store_, stage, job_.spec.tap_shape(layer, tap),
-                          (weights.cols + group - 1) / group, job_.recipe.scheme.grid.symmetric);
-        outcomes_from_json(store_.text(stage), result);
-      });
+      agree(job_.host, [&] { result = stages_.load(layer, tap); });
     }
     if (forward) solver.advance(tap, *forward, chunks_);
     ++skipped_taps_;
+    output_.add(layer, tap, download_tap(job_.backend, result, true));
     return result;
   }
   TapResult result;
@@ -161,8 +167,14 @@ TapResult Run::solve_or_load(TapSolver& solver, LayerForward* forward, const Lay
   else
     result = solver.solve(tap, *forward, chunks_, weights);
   fault_point("tap_solved");
+  std::shared_ptr<const HostTap> host;
+  {
+    PhaseTimer timer(job_.seconds, "write");
+    host = download_tap(job_.backend, result, output_.owns(layer));
+    output_.add(layer, tap, host);
+  }
   PhaseTimer timer(job_.seconds, "checkpoint");
-  agree(job_.host, [&] { store_.put(stage, tap_arrays(job_.backend, result), outcomes_to_json(result)); });
+  agree(job_.host, [&] { stages_.put(layer, tap, result, std::move(host)); });
   return result;
 }
 
@@ -191,12 +203,13 @@ void Run::apply(const LayerSpec& layer, Tap tap, const TapResult& result, Tensor
 }
 
 void Run::layer(const LayerSpec& layer) {
+  check_schedule(job_.host, layer.prefix.c_str());
   store_hidden_if_due(layer);
   LayerWeights weights;
   {
     PhaseTimer timer(job_.seconds, "read");
     agree(job_.host, [&] {
-      weights = source_.load(job_.backend, layer, job_.compute, job_.recipe.check_finite);
+      weights = reader_.get(layer.index);
       job_.backend.synchronize();
     });
   }
@@ -207,8 +220,8 @@ void Run::layer(const LayerSpec& layer) {
 
   std::vector<TapHessian> ahead;  // sequential: layer
   const bool by_layer = !rtn() && job_.recipe.sequential == Sequential::layer;
-  const bool all_stored = std::ranges::all_of(
-      kTaps, [&](Tap tap) { return !job_.selection.any(layer, tap) || store_.has(tap_stage_name(layer, tap)); });
+  const bool all_stored =
+      std::ranges::all_of(kTaps, [&](Tap tap) { return !job_.selection.any(layer, tap) || stages_.has(layer, tap); });
   if (by_layer && !all_stored) ahead = solver.accumulate_all(*forward, chunks_);
 
   for (Tap tap : kTaps) {
@@ -222,11 +235,11 @@ void Run::layer(const LayerSpec& layer) {
       if (by_layer) solver.advance(tap, *forward, chunks_);
       apply(layer, tap, result, stack);
       report_.add(job_, layer, tap, result);
-      output_.add(layer, tap, result);
     } else if (forward) {
       solver.advance(tap, *forward, chunks_);
     }
     ++done_taps_;
+    report_progress("a tap");
     progress_.show(static_cast<double>(done_taps_), static_cast<double>(skipped_taps_),
                    fmt::format("layer {}/{} {}", layer.index + 1, job_.spec.layers, to_string(tap)));
     safe_point();
@@ -276,6 +289,7 @@ void Run::layers() {
     spdlog::info("resuming: {} stages found, hidden states of layer {}", store_.stages().size(), start);
   for (int64_t l = start; l < job_.spec.layers; ++l) layer(job_.spec.layer[l]);
   progress_.finish();
+  agree(job_.host, [&] { stages_.flush(); });
 }
 
 int64_t directory_bytes(const std::filesystem::path& directory) {

@@ -254,6 +254,7 @@ void TapSolver::solve_wave(Tap tap, TapHessian& hessian, MatrixView pool, int64_
   StackView mine = weights.range(wave.begin, wave.end);
   mine = by_rows ? mine.row_range(own.begin, own.end) : mine.range(own.begin, own.end);
   Quantized solved;
+  report_progress("a reduction");
   agree(job_.host, [&] {
     if (own.size() == 0) return;
     HessianStack stack;

@@ -1,96 +1,170 @@
 #include "pipeline/tap_stage.hpp"
 
 #include <cstring>
+#include <nlohmann/json.hpp>
 
 #include "core/error.hpp"
+#include "io/packing.hpp"
+#include "pipeline/report.hpp"
 
 namespace shardq {
 namespace {
 
-StageArray rows_of(Backend& backend, const std::string& name, const Tensor& whole, const TapResult::Piece& piece) {
-  const int64_t cols = whole.shape().back(), row_bytes = cols * size_of(whole.dtype());
+StageArray make_array(std::string name, DType dtype, int64_t cols, const TapResult::Piece& piece, const void* data,
+                      int64_t bytes) {
   StageArray array;
-  array.name = name;
-  array.dtype = whole.dtype();
+  array.name = std::move(name);
+  array.dtype = dtype;
   array.shape = {piece.rows.size(), cols};
   array.first_row = piece.rows.begin - piece.wave.begin;
   array.total_rows = piece.wave.size();
-  array.data.resize(piece.rows.size() * row_bytes);
-  backend.download(array.data.data(), whole.as<char>() + piece.rows.begin * row_bytes,
-                   static_cast<int64_t>(array.data.size()));
+  const auto* first = static_cast<const std::byte*>(data);
+  array.data.assign(first, first + bytes);
   return array;
 }
 
-/// All arrays "<kind>/0", "<kind>/1", ... one after the other.
-std::vector<std::byte> read_all(const StageStore& store, const std::string& stage, const std::string& kind,
+/// All arrays "<prefix>/0", "<prefix>/1", ... one after the other.
+std::vector<std::byte> read_all(const StageStore& store, const std::string& stage, const std::string& prefix,
                                 int64_t bytes) {
   std::vector<std::byte> data;
   const auto arrays = store.arrays(stage);
   for (int64_t wave = 0;; ++wave) {
-    const auto found = arrays.find(fmt::format("{}/{}", kind, wave));
+    const auto found = arrays.find(fmt::format("{}/{}", prefix, wave));
     if (found == arrays.end()) break;
     StageArray part = store.read(stage, found->first, 0, found->second);
     data.insert(data.end(), part.data.begin(), part.data.end());
   }
   SHARDQ_CHECK(static_cast<int64_t>(data.size()) == bytes, ExitCode::disk,
-               "stage {}: expected {} bytes of {}, found {}", stage, bytes, kind, data.size());
+               "stage {}: expected {} bytes of {}, found {}", stage, bytes, prefix, data.size());
   return data;
+}
+
+template <class T>
+std::vector<T> values_of(const std::vector<std::byte>& bytes) {
+  std::vector<T> values(bytes.size() / sizeof(T));
+  std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+int64_t layer_of(const std::string& tap) {
+  return std::stoll(tap.substr(5, tap.find('.') - 5));
 }
 
 }  // namespace
 
-std::string tap_stage_name(const LayerSpec& layer, Tap tap) {
-  return fmt::format("layer{:04}.{}", layer.index, to_string(tap));
-}
 std::string hidden_stage_name(int64_t layer) {
   return fmt::format("layer{:04}.hidden", layer);
 }
-
-std::vector<StageArray> tap_arrays(Backend& backend, const TapResult& result) {
-  std::vector<StageArray> arrays;
-  for (size_t w = 0; w < result.pieces.size(); ++w) {
-    const TapResult::Piece& piece = result.pieces[w];
-    arrays.push_back(rows_of(backend, fmt::format("codes/{}", w), result.codes, piece));
-    arrays.push_back(rows_of(backend, fmt::format("scales/{}", w), result.scales, piece));
-    if (result.zeros) arrays.push_back(rows_of(backend, fmt::format("zeros/{}", w), result.zeros, piece));
-    StageArray losses;
-    losses.name = fmt::format("losses/{}", w);
-    losses.dtype = DType::f32;
-    losses.shape = {piece.rows.size(), 2};
-    losses.first_row = piece.rows.begin - piece.wave.begin;
-    losses.total_rows = piece.wave.size();
-    std::vector<float> pairs;
-    for (int64_t row = piece.rows.begin; row < piece.rows.end; ++row) {
-      pairs.push_back(result.losses[row]);
-      pairs.push_back(result.rtn_losses[row]);
-    }
-    losses.data.resize(pairs.size() * sizeof(float));
-    std::memcpy(losses.data.data(), pairs.data(), losses.data.size());
-    arrays.push_back(std::move(losses));
-  }
-  return arrays;
+std::string TapStages::name(const LayerSpec& layer, Tap tap) {
+  return fmt::format("layer{:04}.{}", layer.index, to_string(tap));
 }
 
-TapResult load_tap(Backend& backend, const StageStore& store, const std::string& stage,
-                   const ModelSpec::TapShape& shape, int64_t groups, bool symmetric) {
+TapStages::TapStages(Job& job, StageStore& store) : job_(job), store_(store) {
+  for (const StageInfo& stage : store.stages()) {
+    if (stage.name.ends_with(".hidden")) continue;
+    try {
+      const auto outcomes = nlohmann::json::parse(stage.text);
+      for (const auto& [tap, text] : outcomes.items()) {
+        stage_of_[tap] = stage.name;
+        last_layer_[stage.name] = std::max(last_layer_[stage.name], layer_of(tap));
+      }
+    } catch (const nlohmann::json::exception& error) {
+      fail(ExitCode::disk, "stage {}: its text cannot be read: {}", stage.name, error.what());
+    }
+  }
+}
+
+TapResult TapStages::load(const LayerSpec& layer, Tap tap) const {
+  const std::string key = name(layer, tap), stage = stage_of_.at(key);
+  const auto shape = job_.spec.tap_shape(layer, tap);
+  const QuantScheme& scheme = job_.recipe.scheme;
+  const int64_t rows = shape.count * shape.rows, groups = shape.cols / group_size_for(scheme, shape.cols);
   TapResult result;
-  const int64_t rows = shape.count * shape.rows;
-  const auto load = [&](Tensor& target, DType dtype, int64_t cols, const char* kind) {
-    target = Tensor(backend, dtype, {shape.count, shape.rows, cols}, kind);
-    const std::vector<std::byte> data = read_all(store, stage, kind, target.bytes());
-    backend.upload(target.data(), data.data(), target.bytes());
-  };
-  load(result.codes, DType::i8, shape.cols, "codes");
-  load(result.scales, DType::f32, groups, "scales");
-  if (!symmetric) load(result.zeros, DType::i8, groups, "zeros");
-  std::vector<float> pairs(rows * 2);
-  const std::vector<std::byte> data = read_all(store, stage, "losses", rows * 2 * static_cast<int64_t>(sizeof(float)));
-  std::memcpy(pairs.data(), data.data(), data.size());
+  result.codes = Tensor(job_.backend, DType::i8, {shape.count, shape.rows, shape.cols}, "codes");
+  result.scales = Tensor(job_.backend, DType::f32, {shape.count, shape.rows, groups}, "scales");
+  const int64_t words = packed_words(shape.cols, scheme.grid.bits);
+  const std::vector<int8_t> codes =
+      unpack_rows(values_of<int32_t>(read_all(store_, stage, key + "/codes", rows * words * 4)), rows, shape.cols,
+                  scheme.grid.bits);
+  job_.backend.upload(result.codes.data(), codes.data(), result.codes.bytes());
+  const std::vector<std::byte> scales = read_all(store_, stage, key + "/scales", result.scales.bytes());
+  job_.backend.upload(result.scales.data(), scales.data(), result.scales.bytes());
+  if (!scheme.grid.symmetric) {
+    result.zeros = Tensor(job_.backend, DType::i8, {shape.count, shape.rows, groups}, "zero points");
+    const std::vector<std::byte> zeros = read_all(store_, stage, key + "/zeros", result.zeros.bytes());
+    job_.backend.upload(result.zeros.data(), zeros.data(), result.zeros.bytes());
+  }
+  const std::vector<float> pairs = values_of<float>(read_all(store_, stage, key + "/losses", rows * 8));
   for (int64_t row = 0; row < rows; ++row) {
     result.losses.push_back(pairs[2 * row]);
     result.rtn_losses.push_back(pairs[2 * row + 1]);
   }
+  outcomes_from_json(nlohmann::json::parse(store_.text(stage)).at(key).get<std::string>(), result);
   return result;
+}
+
+std::vector<StageArray> TapStages::arrays_of(const Waiting& tap, int bits) {
+  std::vector<StageArray> arrays;
+  const HostTap& host = *tap.host;
+  for (size_t w = 0; w < tap.pieces.size(); ++w) {
+    const TapResult::Piece& piece = tap.pieces[w];
+    const int64_t first = piece.rows.begin, rows = piece.rows.size();
+    const auto add = [&](const char* kind, DType dtype, int64_t cols, const void* data) {
+      arrays.push_back(make_array(fmt::format("{}/{}/{}", tap.name, kind, w), dtype, cols, piece, data,
+                                  rows * cols * size_of(dtype)));
+    };
+    const std::vector<int32_t> packed =
+        pack_rows(std::span(host.codes_at(first), rows * host.cols), rows, host.cols, bits);
+    add("codes", DType::i32, packed_words(host.cols, bits), packed.data());
+    add("scales", DType::f32, host.groups, host.scales_at(first));
+    if (!host.symmetric) add("zeros", DType::i8, host.groups, host.zeros_at(first));
+    std::vector<float> pairs;
+    for (int64_t row = 0; row < rows; ++row) {
+      pairs.push_back(tap.losses[first + row]);
+      pairs.push_back(tap.rtn_losses[first + row]);
+    }
+    add("losses", DType::f32, 2, pairs.data());
+  }
+  return arrays;
+}
+
+void TapStages::put(const LayerSpec& layer, Tap tap, const TapResult& result, std::shared_ptr<const HostTap> host) {
+  waiting_.push_back({name(layer, tap), outcomes_to_json(result), layer.index, std::move(host), result.pieces,
+                      result.losses, result.rtn_losses});
+  // Memory bounds how much may wait: a few layers.
+  int64_t bytes = 0;
+  for (const Waiting& w : waiting_) bytes += w.host->row_count * w.host->cols;
+  constexpr int64_t kMostWaiting = int64_t{4} << 30;
+  if (!any_rank(job_.host, store_.writing()) || any_rank(job_.host, bytes > kMostWaiting)) flush();
+}
+
+void TapStages::flush() {
+  if (waiting_.empty()) return;
+  const std::string stage = waiting_.front().name;
+  nlohmann::ordered_json text = nlohmann::ordered_json::object();
+  for (const Waiting& w : waiting_) {
+    text[w.name] = w.outcomes;
+    stage_of_[w.name] = stage;
+    last_layer_[stage] = w.layer;
+  }
+  auto taps = std::make_shared<std::vector<Waiting>>(std::move(waiting_));
+  waiting_.clear();
+  store_.put(
+      stage,
+      [taps, bits = job_.recipe.scheme.grid.bits] {
+        std::vector<StageArray> arrays;
+        for (const Waiting& w : *taps)
+          for (StageArray& array : arrays_of(w, bits)) arrays.push_back(std::move(array));
+        return arrays;
+      },
+      text.dump());
+}
+
+std::vector<std::string> TapStages::stages_before(int64_t layer) const {
+  std::vector<std::string> stages;
+  for (const auto& [stage, last] : last_layer_)
+    if (last < layer && store_.has(stage)) stages.push_back(stage);
+  return stages;
 }
 
 StageArray hidden_array(Backend& backend, const std::vector<ChunkState>& chunks, int64_t first_row, int64_t total_rows,
