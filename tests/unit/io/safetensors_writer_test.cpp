@@ -69,7 +69,7 @@ TEST(SafetensorsWriter, OwnedStorageMovesAlong) {
   std::vector<OutputTensor> tensors;
   for (int i = 0; i < 20; ++i) {  // grows: entries move, and data must go on pointing at the bytes
     OutputTensor tensor{
-        "t" + std::to_string(i), DType::u8, {4}, {}, std::vector<std::byte>(4, static_cast<std::byte>(i))};
+        fmt::format("t{}", i), DType::u8, {4}, {}, std::vector<std::byte>(4, static_cast<std::byte>(i))};
     tensor.data = tensor.owned;
     tensors.push_back(std::move(tensor));
   }
