@@ -84,14 +84,15 @@ TEST_F(StageStoreTest, UnsupportedTypesAndWrongSizesAreOurError) {
   twice.push_back(twice[0]);
   store.put("s", std::move(twice), "");
   expect_error([&] { store.complete(); }, ExitCode::internal, {"array a", "twice"});
+  const std::vector<StageArray> none;
   for (const char* name : {"", "a/b", "../x", ".hidden", "a b"})
-    expect_error([&] { store.put(name, {}, ""); }, ExitCode::internal, {"stage name"});
+    expect_error([&] { store.put(name, none, ""); }, ExitCode::internal, {"stage name"});
   store.put("s", one(sample_array("a", DType::f32, 0, 2, 2, {2})), "\xff\xfe");
   expect_error([&] { store.complete(); }, ExitCode::internal, {"UTF-8"});
   EXPECT_TRUE(store.stages().empty());
   put(sample_array("a", DType::f32, 0, 2, 2, {2}));  // and the store still works
   EXPECT_TRUE(store.has("s"));
-  expect_error([&] { store.put("s", {}, ""); }, ExitCode::internal, {"already"});
+  expect_error([&] { store.put("s", none, ""); }, ExitCode::internal, {"already"});
 }
 
 TEST_F(StageStoreTest, RowsSpanBlocksOfSeveralMegabytes) {
@@ -117,7 +118,7 @@ TEST_F(StageStoreTest, EmptyArraysAndStagesAreKept) {
     arrays.push_back(sample_array("no columns", DType::bf16, 0, 5, 5, {0}));
     arrays.push_back(sample_array("vector", DType::i64, 0, 5, 5, {}));
     store.put("s", std::move(arrays), "");
-    store.put("nothing", {}, "text");
+    store.put("nothing", std::vector<StageArray>(), "text");
     store.complete();
   }
   const StageStore store = open();
@@ -239,7 +240,7 @@ TEST_F(StageStoreTest, FinishedIsRemembered) {
   {
     StageStore store = open();
     EXPECT_FALSE(store.finished());
-    store.put("a", {}, "");
+    store.put("a", std::vector<StageArray>(), "");
     expect_error([&] { store.finish("/out"); }, ExitCode::internal, {"in flight"});
     store.complete();
     store.finish("/out");
