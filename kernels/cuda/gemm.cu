@@ -45,14 +45,24 @@ void check_linear(MatrixView x, int64_t w_rows, int64_t w_cols, DType w_dtype, M
                safetensors_name(w_dtype), safetensors_name(y.dtype));
 }
 
-/// y = x w^T + beta y, accumulated in fp32 (never TF32).
-void multiply(cublasHandle_t blas, MatrixView x, MatrixView w, float beta, MatrixView y, const char* operation) {
-  const float alpha = 1.0f;
-  SHARDQ_CUBLAS(cublasGemmEx(blas, CUBLAS_OP_T, CUBLAS_OP_N, blas_int(w.rows, operation), blas_int(x.rows, operation),
-                             blas_int(x.cols, operation), &alpha, w.data, blas_type(w.dtype, operation),
-                             leading(w.stride, w.cols, operation), x.data, blas_type(x.dtype, operation),
-                             leading(x.stride, x.cols, operation), &beta, y.data, blas_type(y.dtype, operation),
-                             leading(y.stride, y.cols, operation), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+/// y = x w^T + beta y, accumulated in fp32 (never TF32), on a side stream or (-1) the compute stream. Not through
+/// cublasGemmEx: for some small shapes that rounds the product to bf16 before it adds y, two roundings instead of one.
+template <class State>
+void multiply(State& state, int stream, MatrixView x, MatrixView w, float beta, MatrixView y, const char* operation) {
+  state.planned_gemm(stream, {.transpose_a = true,
+                              .transpose_b = false,
+                              .m = w.rows,
+                              .n = x.rows,
+                              .k = w.cols,
+                              .type = blas_type(w.dtype, operation),
+                              .out = blas_type(y.dtype, operation),
+                              .a = w.data,
+                              .b = x.data,
+                              .c = y.data,
+                              .lda = leading(w.stride, w.cols, operation),
+                              .ldb = leading(x.stride, x.cols, operation),
+                              .ldc = leading(y.stride, y.cols, operation),
+                              .beta = beta});
 }
 
 /// y = bias, or y += bias, on every row.
@@ -121,7 +131,7 @@ void CudaBackend::linear(MatrixView x, MatrixView w, const void* bias, MatrixVie
     if (!add) zero_rows(state_->compute, y);
     return;
   }
-  multiply(state_->blas, x, w, add ? 1.0f : 0.0f, y, "linear");
+  multiply(*state_, -1, x, w, add ? 1.0f : 0.0f, y, "linear");
 }
 
 void CudaBackend::linear_stack(MatrixView x, StackView w, std::span<const int64_t> offsets, MatrixView y) {
@@ -158,22 +168,8 @@ void CudaBackend::linear_stack(MatrixView x, StackView w, std::span<const int64_
   int next = 0;
   for (int64_t e = 0; e < w.count; ++e) {
     if (offsets[e + 1] == offsets[e]) continue;
-    const char* operation = "linear_stack";
-    const MatrixView xe = x.row_range(offsets[e], offsets[e + 1]), ye = y.row_range(offsets[e], offsets[e + 1]);
-    state_->planned_gemm(streams > 0 ? next++ % streams : -1, {.transpose_a = true,
-                                                               .transpose_b = false,
-                                                               .m = w.rows,
-                                                               .n = xe.rows,
-                                                               .k = w.cols,
-                                                               .type = blas_type(w.dtype, operation),
-                                                               .out = blas_type(y.dtype, operation),
-                                                               .a = w[e].data,
-                                                               .b = xe.data,
-                                                               .c = ye.data,
-                                                               .lda = leading(w.stride, w.cols, operation),
-                                                               .ldb = leading(xe.stride, xe.cols, operation),
-                                                               .ldc = leading(ye.stride, ye.cols, operation),
-                                                               .beta = 0.0f});
+    multiply(*state_, streams > 0 ? next++ % streams : -1, x.row_range(offsets[e], offsets[e + 1]), w[e], 0.0f,
+             y.row_range(offsets[e], offsets[e + 1]), "linear_stack");
   }
   if (streams > 0) state_->join(streams);
 }

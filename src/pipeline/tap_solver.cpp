@@ -53,6 +53,16 @@ bool TapSolver::wants_pool(Tap tap) const {
          job_.recipe.solver.kappa_factor > 0;
 }
 
+/// min_tokens is a rule for routed experts, whose counts are an accident of routing. A dense linear sees every token
+/// there is: with a few it still gains from its Hessian, and rounding the whole model because the calibration set is
+/// small would help nobody.
+SolverOptions TapSolver::options_of(Tap tap) const {
+  SolverOptions options = job_.recipe.solver;
+  const bool expert = layer_.moe && (tap == Tap::gate_up || tap == Tap::down);
+  if (!expert && options.min_tokens < 0) options.min_tokens = 0;
+  return options;
+}
+
 std::vector<Range> TapSolver::waves(Tap tap, int64_t count) const {
   const int64_t cols = job_.spec.tap_shape(layer_, tap).cols;
   return split_waves(count, cols, hessian_budget(job_.recipe, job_.backend.memory().total));
@@ -265,8 +275,8 @@ void TapSolver::solve_wave(Tap tap, TapHessian& hessian, MatrixView pool, int64_
     else
       stack.tokens.assign(hessian.tokens.begin() + own.begin, hessian.tokens.begin() + own.end);
     const Range matrices = by_rows ? wave : Range{wave.begin + own.begin, wave.begin + own.end};
-    solved = shardq::solve(job_.backend, mine, std::move(stack), pool, pool_tokens, job_.recipe.scheme,
-                           job_.recipe.solver, names(tap, matrices), job_.seconds);
+    solved = shardq::solve(job_.backend, mine, std::move(stack), pool, pool_tokens, job_.recipe.scheme, options_of(tap),
+                           names(tap, matrices), job_.seconds);
   });
   finish_wave(result, weights, wave, by_rows, std::move(solved), own);
 }

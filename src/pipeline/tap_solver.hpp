@@ -69,6 +69,7 @@ class TapSolver {
   MatrixNames names(Tap tap, Range matrices) const;
   std::vector<Range> waves(Tap tap, int64_t count) const;
   bool wants_pool(Tap tap) const;
+  SolverOptions options_of(Tap tap) const;
 
   Job& job_;
   const LayerSpec& layer_;
