@@ -161,7 +161,7 @@ TapResult Run::solve_or_load(TapSolver& solver, LayerForward* forward, const Lay
   }
   TapResult result;
   if (rtn())
-    result = solver.round(tap, weights);
+    result = solver.round(weights);
   else if (!ahead.empty())
     result = solver.solve_accumulated(tap, std::move(ahead[static_cast<size_t>(tap)]), weights);
   else

@@ -372,7 +372,7 @@ TapResult TapSolver::solve_accumulated(Tap tap, TapHessian hessian, const StackV
   return result;
 }
 
-TapResult TapSolver::round(Tap tap, const StackView& weights) {
+TapResult TapSolver::round(const StackView& weights) {
   Stopwatch watch;
   TapResult result = new_result(weights);
   const int ranks = job_.host.size(), rank = job_.host.rank();

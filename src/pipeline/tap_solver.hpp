@@ -45,7 +45,7 @@ class TapSolver {
   /// The solve of a tap whose Hessian is at hand (all matrices, one wave).
   TapResult solve_accumulated(Tap tap, TapHessian hessian, const StackView& weights);
   /// Plain rounding of this rank's share.
-  TapResult round(Tap tap, const StackView& weights);
+  TapResult round(const StackView& weights);
   /// Moves chunks to a tap without a Hessian.
   void advance(Tap tap, LayerForward& forward, std::vector<ChunkState>& chunks);
 
