@@ -16,7 +16,9 @@
 // Work: tiles in order of (sequence, queries from the last backwards, head): heads that share K and V run side by side,
 // and the blocks that start last are the light ones. Tiles of keys with nothing visible to a warp are skipped.
 #include <algorithm>
+#include <cstdlib>
 #include <numeric>
+#include <string_view>
 #include <vector>
 
 #include "kernels/cuda/attention.cuh"
@@ -299,11 +301,25 @@ void run_plan(CudaBackend::State& state, const AttentionInput<BFloat16>& input, 
   });
 }
 
-/// Largest head_dim of the tensor-core kernel.
+#ifdef SHARDQ_WITH_SM90A
+/// SHARDQ_ATTENTION=portable keeps to this file's kernel, so that both can be tested and timed on one card.
+bool portable_only() {
+  const char* choice = std::getenv("SHARDQ_ATTENTION");
+  return choice != nullptr && std::string_view(choice) == "portable";
+}
+#endif
+
+/// Largest head_dim of this file's kernel.
 constexpr int kMaxDim = 256;
 
 void run_tensor_cores(CudaBackend::State& state, const AttentionInput<BFloat16>& input,
                       std::span<const int64_t> starts) {
+#ifdef SHARDQ_WITH_SM90A
+  if (state.compute_capability == 90 && input.head_dim <= kWarpgroupMaxDim && !portable_only())
+    return run_tiles(state, input, starts, kWarpgroupRows, [&](const AttentionInput<BFloat16>& complete) {
+      launch_warpgroup_attention(complete, state.compute);
+    });
+#endif
   if (input.head_dim <= 32) return run_plan<Plan<32, 2, 64>>(state, input, starts);
   if (input.head_dim <= 64) return run_plan<Plan<64, 2, 64>>(state, input, starts);
   if (input.head_dim <= 96) return run_plan<Plan<96, 2, 64>>(state, input, starts);

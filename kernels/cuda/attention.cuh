@@ -38,4 +38,11 @@ constexpr int kPlainMaxDim = 512;
 template <class T>
 void launch_plain_attention(const AttentionInput<T>& input, cudaStream_t stream);
 
+/// Queries a tile of the warpgroup kernel, and its largest head_dim.
+constexpr int kWarpgroupRows = 128;
+constexpr int kWarpgroupMaxDim = 128;
+
+/// On compute capability 9.0 only. Requires: head_dim a multiple of 8, all rows on 16-byte boundaries.
+void launch_warpgroup_attention(const AttentionInput<BFloat16>& input, cudaStream_t stream);
+
 }  // namespace shardq

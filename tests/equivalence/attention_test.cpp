@@ -15,6 +15,11 @@ struct Problem {
   int64_t padding = 0;  ///< elements between the rows of q, k, v beyond what they need; odd: not 16-byte aligned
 };
 
+std::string to_string(const Problem& p) {
+  return fmt::format("heads {}/{} of {}, window {}, {}, padding {}, before {}, lengths {}", p.heads, p.kv_heads,
+                     p.head_dim, p.window, torch_name(p.dtype), p.padding, p.before, fmt::join(p.lengths, " "));
+}
+
 /// q, k and v as columns of one buffer, as a stacked linear leaves them.
 struct Arrays {
   int64_t rows = 0, stride = 0, heads_cols = 0, kv_cols = 0;
@@ -23,6 +28,14 @@ struct Arrays {
   float q(int64_t t, int64_t c) const { return qkv[t * stride + c]; }
   float k(int64_t t, int64_t c) const { return qkv[t * stride + heads_cols + c]; }
   float v(int64_t t, int64_t c) const { return qkv[t * stride + heads_cols + kv_cols + c]; }
+};
+
+/// On Hopper there are two tensor-core kernels; SHARDQ_ATTENTION chooses. Elsewhere both are the portable one.
+constexpr const char* kKernels[] = {"fastest", "portable"};
+class KernelChoice {
+ public:
+  explicit KernelChoice(const char* kernel) { setenv("SHARDQ_ATTENTION", kernel, 1); }
+  ~KernelChoice() { unsetenv("SHARDQ_ATTENTION"); }
 };
 
 class Attention : public Equivalence {
@@ -86,15 +99,23 @@ class Attention : public Equivalence {
         }
     return r;
   }
+  /// Every kernel against the definition.
+  void expect_near_reference(const Problem& p, const Arrays& a) {
+    const Reference want = reference(p, a);
+    for (const char* kernel : kKernels) {
+      const KernelChoice choice(kernel);
+      EXPECT_TRUE(close(run(gpu(), p, a), want.value,
+                        [&](int64_t i) { return bound(p.dtype, want.magnitude[i], want.value[i]); }))
+          << kernel << ": " << to_string(p);
+    }
+  }
   void check(const Problem& p, float spread = 1.0f) {
     const Arrays a = arrays(p, spread);
+    expect_near_reference(p, a);
     const Reference want = reference(p, a);
-    const std::string what =
-        fmt::format("heads {}/{} of {}, window {}, {}, padding {}, before {}, lengths {}", p.heads, p.kv_heads,
-                    p.head_dim, p.window, torch_name(p.dtype), p.padding, p.before, fmt::join(p.lengths, " "));
-    const auto tolerance = [&](int64_t i) { return bound(p.dtype, want.magnitude[i], want.value[i]); };
-    EXPECT_TRUE(close(run(gpu(), p, a), want.value, tolerance)) << what;
-    EXPECT_TRUE(close(run(cpu(), p, a), want.value, tolerance)) << "CPU: " << what;
+    EXPECT_TRUE(close(run(cpu(), p, a), want.value,
+                      [&](int64_t i) { return bound(p.dtype, want.magnitude[i], want.value[i]); }))
+        << "CPU: " << to_string(p);
   }
   const std::vector<int64_t> ragged{1, 7, 63, 64, 65, 127, 129, 300};
 };
@@ -156,9 +177,7 @@ TEST_F(Attention, MaximumThatKeepsGrowing) {
       a.qkv[t * a.stride + c] = 1.0f;
       a.qkv[t * a.stride + a.heads_cols + c] = round_to_bf16(0.02f * static_cast<float>(t));
     }
-  const Reference want = reference(p, a);
-  EXPECT_TRUE(
-      close(run(gpu(), p, a), want.value, [&](int64_t i) { return bound(p.dtype, want.magnitude[i], want.value[i]); }));
+  expect_near_reference(p, a);
 }
 
 TEST_F(Attention, ANotANumberStaysInItsSequence) {
@@ -166,40 +185,44 @@ TEST_F(Attention, ANotANumberStaysInItsSequence) {
     const Problem p{.lengths = {70, 90, 33}, .head_dim = head_dim};
     Arrays a = arrays(p);
     for (int64_t t = a.starts[1]; t < a.starts[2]; ++t) std::fill_n(a.qkv.begin() + t * a.stride, a.stride, NAN);
-    const Reference want = reference(p, a);
-    EXPECT_TRUE(close(run(gpu(), p, a), want.value, [&](int64_t i) {
-      return bound(p.dtype, want.magnitude[i], want.value[i]);
-    })) << head_dim;
+    expect_near_reference(p, a);
   }
 }
 
 TEST_F(Attention, OutputMayReplaceTheQueries) {
   const Problem p{.lengths = {200, 77}, .heads = 4, .kv_heads = 2, .head_dim = 128};
   const Arrays a = arrays(p);
-  const std::vector<float> want = run(gpu(), p, a);
-  const Tensor qkv = to_tensor(gpu(), p.dtype, {a.rows, a.stride}, a.qkv);
-  const MatrixView all = qkv.matrix(), q = all.col_range(0, a.heads_cols);
-  gpu().attention(q, all.col_range(a.heads_cols, a.heads_cols + a.kv_cols),
-                  all.col_range(a.heads_cols + a.kv_cols, a.heads_cols + 2 * a.kv_cols), p.head_dim, a.starts,
-                  scale_of(p), 0, q);
-  const std::vector<float> got = values_of(gpu(), qkv);
-  for (int64_t t = a.starts.front(); t < a.starts.back(); ++t)
-    for (int64_t c = 0; c < a.heads_cols; ++c)
-      ASSERT_EQ(got[t * a.stride + c], want[t * a.heads_cols + c]) << t << " " << c;
+  for (const char* kernel : kKernels) {
+    const KernelChoice choice(kernel);
+    const std::vector<float> want = run(gpu(), p, a);
+    const Tensor qkv = to_tensor(gpu(), p.dtype, {a.rows, a.stride}, a.qkv);
+    const MatrixView all = qkv.matrix(), q = all.col_range(0, a.heads_cols);
+    gpu().attention(q, all.col_range(a.heads_cols, a.heads_cols + a.kv_cols),
+                    all.col_range(a.heads_cols + a.kv_cols, a.heads_cols + 2 * a.kv_cols), p.head_dim, a.starts,
+                    scale_of(p), 0, q);
+    const std::vector<float> got = values_of(gpu(), qkv);
+    for (int64_t t = a.starts.front(); t < a.starts.back(); ++t)
+      for (int64_t c = 0; c < a.heads_cols; ++c)
+        ASSERT_EQ(got[t * a.stride + c], want[t * a.heads_cols + c]) << kernel << " " << t << " " << c;
+  }
 }
 
 TEST_F(Attention, ProductionLengthAgainstTheCpu) {
   const Problem p{.lengths = {2048, 1500}, .heads = 4, .kv_heads = 1, .head_dim = 128};
-  Arrays a = arrays(p);
-  const std::vector<float> want = run(cpu(), p, a), got = run(gpu(), p, a);
+  const Arrays a = arrays(p);
+  const std::vector<float> want = run(cpu(), p, a);
   // The magnitude of the bound is what attention gives for |v|.
+  Arrays positive = a;
   for (int64_t t = 0; t < a.rows; ++t)
     for (int64_t c = a.heads_cols + a.kv_cols; c < a.stride; ++c)
-      a.qkv[t * a.stride + c] = std::fabs(a.qkv[t * a.stride + c]);
-  const std::vector<float> magnitude = run(cpu(), p, a);
-  EXPECT_TRUE(close(got, want, [&](int64_t i) {
-    return bound(p.dtype, 1.01 * magnitude[i], want[i]) + 1.01 * roundoff(p.dtype) * std::fabs(want[i]);
-  }));
+      positive.qkv[t * a.stride + c] = std::fabs(a.qkv[t * a.stride + c]);
+  const std::vector<float> magnitude = run(cpu(), p, positive);
+  for (const char* kernel : kKernels) {
+    const KernelChoice choice(kernel);
+    EXPECT_TRUE(close(run(gpu(), p, a), want, [&](int64_t i) {
+      return bound(p.dtype, 1.01 * magnitude[i], want[i]) + 1.01 * roundoff(p.dtype) * std::fabs(want[i]);
+    })) << kernel;
+  }
 }
 
 TEST_F(Attention, WrongShapesAreRefused) {
