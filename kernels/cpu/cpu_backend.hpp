@@ -66,12 +66,11 @@ class CpuBackend final : public Backend {
   void cross_entropy(MatrixView logits, const int32_t* targets_host, double* losses, int32_t* best) override;
 
  private:
-  /// Scratch that grows and is kept, so that steady state allocates nothing. Slot = thread * kScratchKinds + purpose;
-  /// threads may use their own slots at the same time.
+  /// Scratch that grows and is kept, so that steady state allocates nothing. Slots from scratch_slots() on are the
+  /// calling thread's own (kScratchKinds of them).
   float* scratch(int slot, int64_t elements);
-  static constexpr int kScratchKinds = 4;
-  /// Threads that have slots: what OpenMP offered when the backend was made.
-  int scratch_threads() const { return static_cast<int>(scratch_.size()) / kScratchKinds; }
+  static int scratch_slots();
+  static constexpr int kScratchKinds = 3;
   std::vector<std::vector<float>> scratch_;
   std::atomic<int64_t> in_use_{0}, peak_{0};
 };

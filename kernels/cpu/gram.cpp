@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "kernels/cpu/convert.hpp"
 #include "kernels/cpu/cpu_backend.hpp"
@@ -12,10 +13,42 @@
 namespace shardq {
 namespace {
 
-constexpr int64_t kChunkFloats = int64_t{1} << 21;  // 8 MiB of widened tokens
+constexpr int64_t kChunkFloats = int64_t{1} << 19;  // 2 MiB of widened tokens, so that they stay in cache
+constexpr int64_t kStrip = 256, kStripCols = 1024;  // of h, for one BLAS call
+constexpr int64_t kPad = 16;                        // keeps rows of the scratch off the powers of two
+
 /// Tokens a chunk: each chunk reads and writes the whole triangle, so not too few.
 int64_t chunk_rows(int64_t cols, int64_t rows) {
   return std::min(rows, std::clamp<int64_t>(kChunkFloats / std::max<int64_t>(cols, 1), 512, 4096));
+}
+
+/// A tile of the lower triangle: rows [row, row + rows) and columns [col, col + cols); on the diagonal, its triangle.
+struct Tile {
+  int64_t row, rows, col, cols;
+};
+
+/// Largest first, so that threads finish together.
+std::vector<Tile> triangle_tiles(int64_t n) {
+  std::vector<Tile> tiles;
+  for (int64_t row = 0; row < n; row += kStrip) {
+    const int64_t rows = std::min(kStrip, n - row);
+    for (int64_t col = 0; col < row; col += kStripCols)
+      tiles.push_back({row, rows, col, std::min(kStripCols, row - col)});
+    tiles.push_back({row, rows, row, rows});
+  }
+  std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) { return a.cols > b.cols; });
+  return tiles;
+}
+
+void add_tile(const float* x, int64_t stride, int64_t tokens, const Tile& t, MatrixView h) {
+  float* target = h.as<float>() + t.row * h.stride + t.col;
+  const int rows = static_cast<int>(t.rows), cols = static_cast<int>(t.cols), k = static_cast<int>(tokens);
+  const int ld = static_cast<int>(stride), h_ld = static_cast<int>(h.stride);
+  if (t.row == t.col)
+    cblas_ssyrk(CblasRowMajor, CblasLower, CblasTrans, rows, k, 1.0f, x + t.row, ld, 1.0f, target, h_ld);
+  else
+    cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, rows, cols, k, 1.0f, x + t.row, ld, x + t.col, ld, 1.0f,
+                target, h_ld);
 }
 
 void check_square(StackView h, const char* where) {
@@ -46,26 +79,24 @@ void CpuBackend::accumulate_gram(MatrixView x, StackView h, std::span<const int6
   SHARDQ_CHECK(offsets.front() >= 0 && offsets.back() <= x.rows, ExitCode::internal,
                "accumulate_gram: offsets [{}, {}) outside {} rows", offsets.front(), offsets.back(), x.rows);
   if (h.cols == 0) return;
-  const int n = static_cast<int>(h.cols);
-  cpu::for_each_expert(offsets, scratch_threads(), [&](int64_t e, int thread) {
+  const std::vector<Tile> tiles = triangle_tiles(h.cols);
+  cpu::for_each_expert(offsets, [&](int64_t e) {
     const int64_t begin = offsets[e], end = offsets[e + 1], step = chunk_rows(x.cols, end - begin);
     for (int64_t t = begin; t < end; t += step) {
       const int64_t rows = std::min(step, end - t);
-      const float* data = nullptr;
-      int64_t stride = x.cols;
-      if (x.dtype == DType::f32) {
-        data = x.as<float>() + t * x.stride;
-        stride = x.stride;
-      } else {
-        float* buffer = scratch(thread * kScratchKinds, step * x.cols);
+      const float* data = x.as<float>() + t * x.stride;
+      int64_t stride = x.stride;
+      if (x.dtype != DType::f32) {
+        stride = x.cols + kPad;
+        float* buffer = scratch(scratch_slots(), step * stride);
         cpu::with_type(x.dtype, [&]<class T>(T*) {
 #pragma omp parallel for schedule(static) if (rows * x.cols > cpu::kWorthThreads)
-          for (int64_t r = 0; r < rows; ++r) cpu::widen(x.as<T>() + (t + r) * x.stride, buffer + r * x.cols, x.cols);
+          for (int64_t r = 0; r < rows; ++r) cpu::widen(x.as<T>() + (t + r) * x.stride, buffer + r * stride, x.cols);
         });
         data = buffer;
       }
-      cblas_ssyrk(CblasRowMajor, CblasLower, CblasTrans, n, static_cast<int>(rows), 1.0f, data,
-                  static_cast<int>(stride), 1.0f, h[e].as<float>(), static_cast<int>(h.stride));
+      cpu::for_each_task(static_cast<int64_t>(tiles.size()),
+                         [&](int64_t i) { add_tile(data, stride, rows, tiles[i], h[e]); });
     }
   });
 }

@@ -55,6 +55,10 @@ bool CpuBackend::is_host() const {
   return true;
 }
 
+int CpuBackend::scratch_slots() {
+  return omp_get_thread_num() * kScratchKinds;
+}
+
 float* CpuBackend::scratch(int slot, int64_t elements) {
   std::vector<float>& buffer = scratch_.at(static_cast<size_t>(slot));
   if (static_cast<int64_t>(buffer.size()) < elements) {

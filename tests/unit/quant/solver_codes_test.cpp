@@ -46,8 +46,8 @@ TEST_P(SolverCodes, CodesAndLossesEqualTheReference) {
     const ReferenceCodes reference = inverse_free(reference_problem(problem, solved, e), 128);
     const int64_t size = problem.rows * problem.cols;
     const std::vector<int8_t> codes(solved.codes.begin() + e * size, solved.codes.begin() + (e + 1) * size);
-    // One code on a rounding boundary changes the rest of its row: the share allows for that.
-    EXPECT_LT(differing_share(codes, reference.codes), 1e-3);
+    // One code on a rounding boundary may change the rest of its row; measured: no code differs.
+    EXPECT_LE(differing_share(codes, reference.codes), 1e-4 + 1.0 / static_cast<double>(problem.rows));
     double loss = 0, reference_loss = 0;
     for (int64_t r = 0; r < problem.rows; ++r) {
       loss += solved.losses[e * problem.rows + r];
@@ -112,13 +112,12 @@ TEST(SolverBlocks, BlockSizesGiveTheSameCodes) {
     runs.push_back(run_solve(problem, request));
   }
   // Bits of the sums depend on the block size in single precision; in double they do not (reference_forms_test).
-  for (const Solved& run : runs) EXPECT_LT(differing_share(run.codes, runs.front().codes), 1e-3);
+  for (const Solved& run : runs) EXPECT_LE(differing_share(run.codes, runs.front().codes), 1.0 / 128);
 }
 
-// Beyond one block, the sums of two splits are made by BLAS calls of different height. The codes still agree, because a
-// row's sum does not depend on its neighbours; where an exotic BLAS disagrees, the share is what boundary cases allow.
+// What ranks rely on when they share the rows of a layer: the same bits however the rows are cut.
 TEST(SolverRows, RowsSolvedApartEqualTheWhole) {
-  const int64_t rows = 100, cut = 37, cols = 256;
+  const int64_t rows = 300, cut = 37, cols = 512;
   const Problem whole = make_problem({.rows = rows, .cols = cols, .tokens = 600, .seed = 32});
   Problem low = whole, high = whole;
   low.rows = cut;
@@ -132,7 +131,9 @@ TEST(SolverRows, RowsSolvedApartEqualTheWhole) {
   parts.scales.insert(parts.scales.end(), rest.scales.begin(), rest.scales.end());
   const Solved all = run_solve(whole, request);
   EXPECT_EQ(parts.scales, all.scales);
-  EXPECT_LT(differing_share(parts.codes, all.codes), 1e-4);
+  parts.losses.insert(parts.losses.end(), rest.losses.begin(), rest.losses.end());
+  EXPECT_EQ(parts.codes, all.codes);
+  EXPECT_EQ(parts.losses, all.losses);
 }
 
 TEST(SolverWeights, DtypesThatHoldTheSameValuesGiveTheSameCodes) {
