@@ -190,6 +190,7 @@ int run(const Settings& settings) {
   for (int64_t n : {512, 2048}) bench_solve(*backend, settings, n, out);
   if (!settings.json_path.empty())
     std::ofstream(settings.json_path) << json{{"threads", omp_get_max_threads()},
+                                              {"clock", settings.cpu_clock ? "cpu (solve: wall)" : "wall"},
                                               {"openblas", openblas_get_config()},
                                               {"core", openblas_get_corename()},
                                               {"results", out}}

@@ -1,7 +1,6 @@
 // Linear layers: single-precision BLAS on panels that are widened to float just before use. Scratch stays bounded
 // whatever the shape: a panel of x, a panel of w and, for narrow outputs, one tile of y a thread.
 #include <cblas.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <vector>

@@ -5,7 +5,6 @@
 // columns to the right of the strip get its kStrip updates together, with the running sum in a register. For every
 // column the updates still come in ascending order, one fused multiply-add each: the sum is the same, bit for bit, as
 // that of the plain double loop, and of any other split.
-#include <omp.h>
 
 #include <algorithm>
 #include <cmath>

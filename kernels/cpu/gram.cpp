@@ -1,6 +1,5 @@
 // Sums of x x^T and the arithmetic on their lower triangles.
 #include <cblas.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cstring>

@@ -1,5 +1,4 @@
 // Round to nearest, and what a reader of the checkpoint reconstructs: one pass over rows each.
-#include <omp.h>
 
 #include "core/error.hpp"
 #include "kernels/cpu/convert.hpp"

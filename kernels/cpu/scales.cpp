@@ -1,6 +1,5 @@
 // Search of scales and zero points: kLanes rows of one group at a time, transposed, so that each row's error is summed
 // over its columns in ascending order, whatever the vector width.
-#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
