@@ -117,7 +117,7 @@ TEST(Agreement, CountsEqualPositions) {
   EXPECT_THROW(agreement(a, b), Error);
 }
 
-/// All 256 sequences: a minute on two cores, so on request only (SHARDQ_LONG_TESTS=1).
+/// All 256 sequences, about 8 CPU seconds, many more under sanitizers: on request only (SHARDQ_LONG_TESTS=1).
 TEST(Evaluate, MiniMoePerplexityOfTheWholeHeldoutSet) {
   if (!std::getenv("SHARDQ_LONG_TESTS")) GTEST_SKIP() << "set SHARDQ_LONG_TESTS=1 to run all 256 sequences";
   MiniMoe model;
