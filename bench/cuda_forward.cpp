@@ -325,7 +325,8 @@ void bench_cross_entropy(Bench& b, int64_t rows, int64_t vocab) {
 struct AttentionCase {
   int64_t length, heads, kv_heads, head_dim, window = 0;
 };
-void bench_attention(Bench& b, const AttentionCase& c) {
+void bench_attention(Bench& b, const AttentionCase& c, const char* kernel) {
+  setenv("SHARDQ_ATTENTION", kernel, 1);
   const int64_t sequences = kTokens / c.length, q_cols = c.heads * c.head_dim, kv_cols = c.kv_heads * c.head_dim;
   const Array qkv = b.array(DType::bf16, kTokens, q_cols + 2 * kv_cols);
   const Tensor out = b.output(DType::bf16, kTokens, q_cols);
@@ -350,7 +351,7 @@ void bench_attention(Bench& b, const AttentionCase& c) {
   b.check("attention", out.matrix().col_range(q_cols - d, q_cols), begin, want.matrix(), 0.008, 0.02);
   const double keys =
       c.window == 0 || c.window > c.length ? 0.5 * static_cast<double>(c.length) : static_cast<double>(c.window);
-  b.report_flops("attention",
+  b.report_flops(kernel == std::string("portable") ? "attention, mma" : "attention",
                  fmt::format("{} x {}, heads {}/{} of {}{}", sequences, c.length, c.heads, c.kv_heads, d,
                              c.window ? fmt::format(", window {}", c.window) : ""),
                  4.0 * static_cast<double>(kTokens * c.heads * d) * keys, call);
@@ -389,7 +390,7 @@ int main(int argc, char** argv) try {
                                  {2048, 32, 8, 64},
                                  {2048, 32, 8, 96},
                                  {2048, 32, 8, 256}})
-    bench_attention(bench, c);
+    for (const char* kernel : {"fastest", "portable"}) bench_attention(bench, c, kernel);
   if (argc > 1) bench.write(argv[1]);
   return 0;
 } catch (const std::exception& error) {
