@@ -80,6 +80,7 @@ class Backend {
 
   // ---- linear layers and Hessians ----------------------------------------------------------------
   /// y = x w^T (+ bias) (+ y when `accumulate`).  Shapes: x [tokens, in], w [out, in], bias [out] of w's dtype or null, y [tokens, out].
+  /// Where something is added, the product or the sum so far may be rounded to y's dtype once more.
   virtual void linear(MatrixView x, MatrixView w, const void* bias, MatrixView y, bool accumulate) = 0;
   /// For every e: rows [offsets[e], offsets[e+1]) of y = those rows of x times w[e]^T.  offsets: host, count + 1 values.
   virtual void linear_stack(MatrixView x, StackView w, std::span<const int64_t> offsets, MatrixView y) = 0;

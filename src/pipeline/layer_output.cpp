@@ -64,7 +64,7 @@ void LayerOutput::append_linear(std::vector<OutputTensor>& out, const LayerSpec&
 
 void LayerOutput::append_plain(std::vector<OutputTensor>& out, const std::string& name) const {
   const TensorEntry& entry = job_.checkpoint.entry(name);
-  out.push_back({name, entry.dtype, entry.shape, job_.checkpoint.bytes(name), {}});
+  out.push_back({job_.spec.output_name(name), entry.dtype, entry.shape, job_.checkpoint.bytes(name), {}});
 }
 
 std::set<std::string> LayerOutput::consumed(const LayerSpec& layer) const {

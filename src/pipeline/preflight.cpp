@@ -6,6 +6,7 @@
 #include "core/build_info.hpp"
 #include "core/error.hpp"
 #include "io/files.hpp"
+#include "io/output_writer.hpp"
 
 namespace shardq {
 namespace {
@@ -87,6 +88,10 @@ Inputs check_inputs(Recipe& recipe) {
   Inputs inputs;
   inputs.checkpoint = std::make_unique<Checkpoint>(recipe.model);
   inputs.spec = read_model_spec(*inputs.checkpoint);
+  SHARDQ_CHECK(
+      !read_quantized_config(inputs.checkpoint->config_text()).quantized, ExitCode::input,
+      "{}: expected a full-precision model, found one that is quantized already (quantization_config in config.json)",
+      recipe.model);
   inputs.compute = compute_dtype(recipe, inputs.spec);
   recipe.scheme.grid.scale_dtype = inputs.spec.dtype;
   inputs.selection = select_linears(inputs.spec, recipe.targets, recipe.ignore);

@@ -240,6 +240,15 @@ class BadOutput(ProgramTest):
         self.assertFalse((small / "out").exists(), "half a checkpoint under the final name")
 
 
+class QuantizedSource(ProgramTest):
+    def test_a_model_that_is_quantized_already(self):
+        first = self.scratch / "first"
+        done = self.quantize("--set", "quantization.method=rtn", output=first)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        result = self.quantize("--work", self.scratch / "second.work", model=first)
+        self.assert_refused(result, INPUT, first, "quantized already")
+
+
 class BadCommandLine(unittest.TestCase):
     def test_no_subcommand(self):
         self.assertEqual(run().returncode, USAGE)
