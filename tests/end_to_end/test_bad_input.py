@@ -245,7 +245,7 @@ class QuantizedSource(ProgramTest):
         first = self.scratch / "first"
         done = self.quantize("--set", "quantization.method=rtn", output=first)
         self.assertEqual(done.returncode, 0, done.stderr)
-        result = self.quantize("--work", self.scratch / "second.work", model=first)
+        result = self.quantize(model=first)
         self.assert_refused(result, INPUT, first, "quantized already")
 
 
