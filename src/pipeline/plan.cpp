@@ -57,6 +57,52 @@ PlanLayer plan_layer(const Recipe& recipe, const Inputs& inputs, const LayerSpec
   return out;
 }
 
+/// Raises the plan's peak to what a rank holds while it accumulates and then solves one tap.
+void raise_to_tap(Plan& plan, const Recipe& recipe, const Inputs& inputs, const LayerSpec& layer, Tap tap,
+                  const PlanMachine& machine, int64_t my_tokens) {
+  const ModelSpec& spec = inputs.spec;
+  const auto shape = [&](Tap t) { return spec.tap_shape(layer, t); };
+  const auto s = shape(tap);
+  const int64_t element = size_of(inputs.compute), copies = layer.moe ? spec.top_k : 1;
+  const int64_t chunk = std::min(std::max(plan.chunk_tokens, plan.longest), std::max<int64_t>(my_tokens, 1));
+  const int64_t attention = my_tokens * shape(Tap::o).cols * element,
+                experts = my_tokens * copies * shape(Tap::down).cols * element;
+  // What is kept from tap to tap: the attention output until o has run, then the input of down; and a chunk's
+  // temporaries on the way there.
+  int64_t kept_before = 0, kept_after = 0, scratch = chunk * spec.hidden * element;
+  if (tap == Tap::o) {
+    kept_after = attention;
+    scratch += chunk * shape(Tap::qkv).rows * element;
+  } else if (tap == Tap::gate_up) {
+    kept_before = attention;
+    if (layer.moe) scratch += chunk * copies * spec.hidden * element;
+  } else if (tap == Tap::down) {
+    kept_after = experts;
+    scratch += chunk * copies * (shape(Tap::gate_up).rows + (layer.moe ? spec.hidden : 0)) * element;
+  }
+  const int64_t routing = layer.moe && (tap == Tap::gate_up || tap == Tap::down) ? my_tokens * copies * 12 : 0;
+  const int64_t waves = static_cast<int64_t>(
+      split_waves(s.count, s.cols,
+                  hessian_budget(recipe, machine.device_memory > 0 ? machine.device_memory : INT64_MAX))
+          .size());
+  const bool rtn = recipe.scheme.method == Method::rtn;
+  const int64_t hessian = rtn ? 0 : s.count * s.cols * s.cols * 4 / waves;
+  // Order-free sums: a chunk's triangles and two integers for each of their elements.
+  const bool reproducible = recipe.reproducible == "true" || (recipe.reproducible == "auto" && !machine.cuda);
+  if (reproducible && !rtn) scratch += s.count / waves * (s.cols * (s.cols + 1) / 2) * 20;
+  // Residuals and codes of this rank's share, codes of all, the factor beside the Hessian.
+  const int64_t own_rows = (s.count * s.rows / waves + machine.ranks - 1) / machine.ranks;
+  const int64_t own = (s.count / waves + machine.ranks - 1) / machine.ranks;
+  const int64_t solve =
+      own_rows * s.cols * (rtn ? 1 : 5) + s.count * s.rows * s.cols + (rtn ? 0 : own * s.cols * s.cols * 4);
+  plan.kept_bytes = std::max(plan.kept_bytes, std::max(kept_before, kept_after));
+  plan.solve_bytes = std::max(plan.solve_bytes, solve);
+  plan.scratch_bytes = std::max(plan.scratch_bytes, scratch);
+  const int64_t always = plan.hidden_bytes + plan.weight_bytes + routing + hessian;
+  plan.peak_bytes =
+      std::max({plan.peak_bytes, always + std::max(kept_before, kept_after) + scratch, always + kept_after + solve});
+}
+
 /// At which tensor-parallel sizes a group-quantized row-parallel linear still splits into whole groups. Source:
 /// formats.md 4.2, 4.3.
 std::string loads_at(const std::string& what, int64_t cols, int64_t group) {
@@ -126,31 +172,11 @@ Plan make_plan(const Recipe& recipe, const Inputs& inputs, const PlanMachine& ma
       plan.output_bytes += packed_bytes(linear, recipe.scheme) - linear.rows * linear.cols * size_of(spec.dtype);
       codes += linear.rows * linear.cols;
     }
-    // Kept between taps: attention output, or the experts' activations of every token (times top_k); both [.., cols of
-    // the tap].
-    const auto down = spec.tap_shape(layer, Tap::down), o = spec.tap_shape(layer, Tap::o);
-    const int64_t copies = layer.moe ? spec.top_k : 1;
-    plan.kept_bytes =
-        std::max(plan.kept_bytes, my_tokens * std::max(o.cols, down.cols * copies) * size_of(inputs.compute));
-    for (Tap tap : kTaps) {
-      const auto s = spec.tap_shape(layer, tap);
-      const int64_t own_rows = (s.count * s.rows + machine.ranks - 1) / machine.ranks,
-                    own = (s.count + machine.ranks - 1) / machine.ranks;
-      // Residuals, codes (own and gathered) and the factor beside the Hessian.
-      plan.solve_bytes =
-          std::max(plan.solve_bytes, own_rows * s.cols * 5 + s.count * s.rows * s.cols + own * s.cols * s.cols * 4);
-      const int64_t chunk = std::min(plan.chunk_tokens, std::max<int64_t>(my_tokens, 1));
-      plan.scratch_bytes =
-          std::max(plan.scratch_bytes, chunk * (layer.moe ? spec.top_k : 1) *
-                                           (s.cols + s.rows / std::max<int64_t>(1, 1)) * size_of(inputs.compute));
-    }
+    plan.hidden_bytes = my_tokens * spec.hidden * size_of(inputs.compute);
+    for (Tap tap : kTaps) raise_to_tap(plan, recipe, inputs, layer, tap, machine, my_tokens);
   }
-  plan.hidden_bytes = my_tokens * spec.hidden * size_of(inputs.compute);
   plan.stage_bytes = codes / std::max<int64_t>(1, spec.layers) +
                      plan.tokens * spec.hidden * size_of(inputs.compute) * (recipe.keep_last + 1);
-  // The Hessian stack and the solve's buffers are needed together; a chunk's scratch comes at another time.
-  plan.peak_bytes = plan.hidden_bytes + plan.kept_bytes + plan.weight_bytes + plan.hessian_bytes +
-                    std::max(plan.solve_bytes, plan.scratch_bytes);
   plan.forward_seconds = forward / machine.ranks / machine.gemm_rate;
   plan.hessian_seconds = hessian / machine.ranks / machine.gram_rate;
   plan.solve_seconds = solve / machine.ranks / machine.solve_rate;
