@@ -218,7 +218,8 @@ TEST_F(LinearEquivalence, GramSumsMatchDoublePrecision) {
                                    {520, {0, 17, 33}},
                                    {264, {0, 40, 80, 99}},
                                    {16, {0, 4096, 4097, 12500}},
-                                   {1, {0, 0}}};
+                                   {1, {0, 0}},
+                                   {776, {0, 100, 100, 700, 963}}};
   for (const Case& c : cases)
     for (DType dtype : {DType::bf16, DType::f16, DType::f32}) {
       SCOPED_TRACE(fmt::format("n = {}, {} experts, rows to {}, {}", c.n, c.offsets.size() - 1, c.offsets.back(),
@@ -240,6 +241,26 @@ TEST_F(LinearEquivalence, GramSumsMatchDoublePrecision) {
         }
       }
     }
+}
+
+TEST_F(LinearEquivalence, GramSumsAreTheSameBitsEveryTime) {
+  // Long enough for several partial sums into each place, which must not depend on which of them is ready first.
+  const int64_t n = 512, rows = 30000;
+  const std::vector<int64_t> offsets{0, 100, 25000, rows};
+  const Tensor x = to_tensor(gpu(), DType::bf16, {rows, n}, normal(rows * n, DType::bf16));
+  std::vector<float> first;
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    const Tensor h(gpu(), DType::f32, {3, n, n}, "test");
+    gpu().zero(h.data(), h.bytes());
+    gpu().accumulate_gram(x.matrix(), h.stack(), offsets);
+    auto got = values_of(gpu(), h);
+    for (int64_t i = 0; i < static_cast<int64_t>(got.size()); ++i)
+      if (i % n > i / n % n) got[i] = 0.0f;
+    if (repeat == 0)
+      first = got;
+    else
+      ASSERT_TRUE(same(got, first)) << "repeat " << repeat;
+  }
 }
 
 TEST_F(LinearEquivalence, GramOfAViewWithGapsAddsTwice) {
