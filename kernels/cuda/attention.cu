@@ -24,7 +24,7 @@
 #include "kernels/cuda/attention.cuh"
 #include "kernels/cuda/cuda_state.hpp"
 #include "kernels/cuda/reduce.cuh"
-#include "kernels/cuda/tensor_core.cuh"
+#include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace shardq {

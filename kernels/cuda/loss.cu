@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/cuda/cuda_state.hpp"
+#include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/reduce.cuh"
 #include "kernels/cuda/vector.cuh"
 
@@ -15,10 +16,40 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// exp(value - largest) where largest may still be -inf: then nothing was seen that counts.
-__device__ float relative_exp(float value, float largest) {
-  return largest == -INFINITY ? 0.0f : expf(value - largest);
-}
+/// What one thread has seen of a row.
+struct Running {
+  float largest = -INFINITY;
+  int at = 0;      ///< where the largest was first seen
+  double sum = 0;  ///< of exp(logit - base())
+
+  /// 0 where nothing above -inf was seen: exp(-inf - 0) = 0 is what such logits count.
+  __device__ float base() const { return largest == -INFINITY ? 0.0f : largest; }
+
+  template <int kCount>
+  __device__ void absorb(const float (&logits)[kCount], int first) {
+    float here = logits[0];
+#pragma unroll
+    for (int j = 1; j < kCount; ++j) here = fmaxf(here, logits[j]);
+    if (here > largest) {  // rare after the first few words
+      int offset = 0;
+#pragma unroll
+      for (int j = kCount - 1; j >= 0; --j)
+        if (logits[j] == here) offset = j;
+      sum *= exp_of(largest - here);
+      largest = here;
+      at = first + offset;
+    }
+    const float from = base();
+    float part = 0;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) part += exp_of(logits[j] - from);
+    sum += part;
+  }
+  /// Good to |x| 2^-24: large |x| counts little in the sum.
+  static __device__ float exp_of(float x) {
+    return exp2_fast(x * 1.4426950408889634f);
+  }
+};
 
 /// Largest value of the block and its lowest index; every thread gets them. A NaN never wins. No value above -inf:
 /// index 0.
@@ -38,33 +69,39 @@ __device__ void block_argmax(float& value, int& index) {
   if (value == -INFINITY) index = 0;
 }
 
-/// One block a row.
+/// One block a row, kAhead words in flight a thread.
 template <int kCount, class T>
 __global__ void __launch_bounds__(kThreads) cross_entropy_rows(const T* logits, int64_t stride, int cols,
                                                                const int32_t* targets, double* losses, int32_t* best) {
+  constexpr int kAhead = 4;
   const T* row = logits + blockIdx.x * stride;
-  float largest = -INFINITY;
-  int at = 0;
-  double sum = 0;
-  for (int word = threadIdx.x; word < cols / kCount; word += kThreads) {
-    const Pack<T, kCount> pack = load_pack<kCount>(row + static_cast<int64_t>(word) * kCount);
-    const float before = largest;
+  const int words = cols / kCount;
+  Running own;
+  for (int begin = threadIdx.x; begin < words; begin += kThreads * kAhead) {
+    Pack<T, kCount> packs[kAhead];
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const float value = widen(pack.values[j]);
-      if (value > largest) largest = value, at = word * kCount + j;
+    for (int i = 0; i < kAhead; ++i) {
+      const int word = begin + i * kThreads;
+      if (word < words) packs[i] = load_pack<kCount>(row + static_cast<int64_t>(word) * kCount);
     }
-    if (largest > before) sum *= relative_exp(before, largest);
-    float part = 0;
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) part += relative_exp(widen(pack.values[j]), largest);
-    sum += part;
+    for (int i = 0; i < kAhead; ++i) {
+      const int word = begin + i * kThreads;
+      if (word >= words) break;
+      float values[kCount];
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) values[j] = widen(packs[i].values[j]);
+      own.absorb(values, word * kCount);
+    }
   }
-  const float own = largest;
+  float largest = own.largest;
+  int at = own.at;
   block_argmax(largest, at);
-  sum = block_sum(sum * relative_exp(own, largest));
+  const float base = largest == -INFINITY ? 0.0f : largest;
+  // Where a thread saw nothing, its base means nothing either, and the factor may be infinite.
+  const double sum = block_sum(own.sum == 0 ? 0.0 : own.sum * Running::exp_of(own.base() - base));
   if (threadIdx.x == 0) {
-    losses[blockIdx.x] = log(sum) + static_cast<double>(largest) - static_cast<double>(widen(row[targets[blockIdx.x]]));
+    losses[blockIdx.x] = log(sum) + static_cast<double>(base) - static_cast<double>(widen(row[targets[blockIdx.x]]));
     best[blockIdx.x] = at;
   }
 }

@@ -2,9 +2,10 @@
 //
 // Memory-bound: a row is read once and written once (the weight stays in L1). A group of `group` threads holds a whole
 // row in registers, up to kHeld 16-byte words a thread, so that the second pass over the row costs no memory access.
-// Short rows (head_dim) share a warp; long rows (hidden) take one block. Rows that are not made of whole 16-byte words,
-// or too long for registers, take the plain kernel, which reads them twice. cuBLAS and cuDNN have no such operation for
-// strided views with weights of another type.
+// Short rows (head_dim), a word a thread, share a warp, and a group takes kHeld of them, so that as much is in flight
+// as for long rows (hidden), which take one block. Rows that are not made of whole 16-byte words, or too long for
+// registers, take the plain kernel, which reads them twice. cuBLAS and cuDNN have no such operation for strided views
+// with weights of another type.
 #include <algorithm>
 #include <bit>
 
@@ -36,7 +37,7 @@ __device__ float inverse_rms(float squares, int cols, float eps) {
   return 1.0f / sqrtf(squares / static_cast<float>(cols) + eps);
 }
 
-/// `group` threads (a power of two that divides blockDim) a row.
+/// `group` threads a row: 32, or the whole block.
 template <class T, class W>
 __global__ void norm_in_registers(NormRows<T, W> n, int group) {
   constexpr int kCount = kPerAccess<T>;
@@ -80,6 +81,40 @@ __global__ void norm_in_registers(NormRows<T, W> n, int group) {
   }
 }
 
+/// kHeld rows for each group of `group` threads (a power of two, at most 32); a row is at most `group` words.
+template <class T, class W>
+__global__ void __launch_bounds__(kThreads) norm_short_rows(NormRows<T, W> n, int group) {
+  constexpr int kCount = kPerAccess<T>;
+  const int word = threadIdx.x & (group - 1), groups = kThreads / group;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * groups * kHeld + threadIdx.x / group;
+  const bool inside = word < n.cols / kCount;
+  Pack<T, kCount> held[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int64_t row = first + i * groups;
+    if (inside && row < n.rows) held[i] = load_pack<kCount>(n.x + row * n.x_stride + word * kCount);
+  }
+  Pack<W, kCount> weight;
+  if (inside) weight = load_pack<kCount>(n.weight + word * kCount);
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int64_t row = first + i * groups;
+    const bool real = inside && row < n.rows;
+    float squares = 0;
+    if (real) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) squares = fmaf(widen(held[i].values[j]), widen(held[i].values[j]), squares);
+    }
+    const float inverse = inverse_rms(warp_sum(squares, group), n.cols, n.eps);
+    if (real) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j)
+        held[i].values[j] = narrow<T>(widen(held[i].values[j]) * inverse * widen(weight.values[j]));
+      store_pack(n.y + row * n.y_stride + word * kCount, held[i]);
+    }
+  }
+}
+
 /// One block a row, element by element.
 template <class T, class W>
 __global__ void norm_plain(NormRows<T, W> n) {
@@ -98,11 +133,14 @@ void launch_norm(const NormRows<T, W>& n, bool whole, cudaStream_t stream) {
   if (!whole || words > kMaxGroup * kHeld) {
     const int threads = std::clamp(ceil_div(n.cols, 32) * 32, 32, kThreads);
     norm_plain<<<static_cast<unsigned>(n.rows), threads, 0, stream>>>(n);
+  } else if (words <= 32) {
+    const int group = static_cast<int>(std::bit_ceil(static_cast<unsigned>(words)));
+    const int64_t rows_a_block = kThreads / group * kHeld;
+    norm_short_rows<<<static_cast<unsigned>(ceil_div(n.rows, rows_a_block)), kThreads, 0, stream>>>(n, group);
   } else {
     // A warp's worth of lanes first, then more words a lane, then more warps.
-    const int lanes = std::bit_ceil(static_cast<unsigned>(words));
-    const int group = lanes <= 32 ? lanes : std::max(32, lanes / kHeld);
-    const int threads = group <= 32 ? kThreads : group;
+    const int group = std::max(32, static_cast<int>(std::bit_ceil(static_cast<unsigned>(words))) / kHeld);
+    const int threads = group == 32 ? kThreads : group;
     norm_in_registers<<<static_cast<unsigned>(ceil_div(n.rows, threads / group)), threads, 0, stream>>>(n, group);
   }
   SHARDQ_LAUNCHED("rms_norm");

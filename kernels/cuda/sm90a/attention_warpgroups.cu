@@ -16,7 +16,7 @@
 #include "kernels/cuda/cuda_check.hpp"
 #include "kernels/cuda/reduce.cuh"
 #include "kernels/cuda/sm90a/warpgroup.cuh"
-#include "kernels/cuda/tensor_core.cuh"
+#include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace shardq {

@@ -1,5 +1,6 @@
 #pragma once
-// The tensor-core and asynchronous-copy instructions that cuBLAS-free kernels need, as functions. sm_80 and later.
+// Instructions that CUDA C++ has no function for: asynchronous copies, matrix fragments, tensor-core products, fast
+// exponentials. sm_80 and later.
 #include <cuda_bf16.h>
 
 #include <cstdint>
