@@ -54,6 +54,8 @@ bool wants_cuda(const std::string& device) {
 }
 
 std::unique_ptr<Backend> make_backend(const std::string& device, Communicator& host) {
+  SHARDQ_CHECK(device.empty() || device == "cpu" || device == "cuda", ExitCode::usage,
+               "--device: expected cpu or cuda, found '{}'", device);
   if (!wants_cuda(device)) return make_cpu_backend();
   const int devices = cuda_device_count();
   SHARDQ_CHECK(devices > 0, ExitCode::internal,
