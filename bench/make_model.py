@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Writes a Hugging Face model directory of production shape from a seed, at the speed of the disk, and token ids for it.
+"""Writes a Hugging Face model directory of production shape from a seed, at disk speed, and token ids for it.
 
-    make_model.py DIR --shape qwen3-30b-a3b [--layers N] [--scale tiny] [--seed S] [--shard-gb 4] [--threads N]
+    make_model.py DIR --shape qwen3-30b-a3b [--layers N] [--scale tiny] [--seed S] [--shard-gb 2] [--threads N]
     make_model.py --tokens-out ids.npy --shape qwen3-30b-a3b [--samples 512] [--length 2048] [--seed S]
 
 The weights are random, the activations are not white noise: embeddings have a decaying spectrum, so that Hessians are
-correlated as those of trained models are; norms have a few large channels; every row of a linear has its own scale; routers
-give loads that are ragged but leave no expert empty. Values are finite at any depth.
+correlated as those of trained models are; norms have a few large channels; every row of a linear has its own scale;
+routers give loads that are ragged but leave no expert empty. Values are finite at any depth.
 
-How it is fast: for each input width one pool of bf16 rows (noise plus a low-rank part) is drawn once; a tensor is a window of
-its pool at its own offset, with a sign and a power of two for every row. Both are integer operations on the bf16 bits, which
-run at memory speed, and files are written by several threads. Needs numpy alone. The same seed gives the same bytes.
+How it is fast: for each input width one pool of bf16 rows (noise plus a low-rank part) is drawn once; a tensor is a
+window of its pool at its own offset, with a sign and a power of two for every row. Both are integer operations on the
+bf16 bits, which run at memory speed, and files are written by several threads. Needs numpy alone. The same seed gives
+the same bytes.
 """
 
 import argparse
@@ -26,16 +27,16 @@ import numpy
 
 SHAPES = {
     "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
-        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
         "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960,
         "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "attention_bias": False, "use_sliding_window": False,
     },
     "qwen3-235b-a22b": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,
-        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288,
-        "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096,
+        "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
         "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960,
         "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "attention_bias": False, "use_sliding_window": False,
     },
@@ -48,12 +49,14 @@ SHAPES = {
     "llama-3-8b": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-        "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False,
+        "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+        "attention_bias": False, "mlp_bias": False,
     },
     "llama-3-70b": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80,
         "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256,
-        "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False,
+        "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+        "attention_bias": False, "mlp_bias": False,
     },
 }  # fmt: skip
 COMMON = {"hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02, "tie_word_embeddings": False,
@@ -69,15 +72,18 @@ EMBEDDING = "model.embed_tokens.weight"
 EMBEDDING_RANK = 96
 DRAW_ROWS = 1024
 
-# Standard deviation of a linear's output for a normalised input, by the last part of its name. The two that write to the
-# residual stream are small, so that the embeddings' structure survives dozens of layers.
+# Standard deviation of a linear's output for a normalised input, by the last part of its name. The two that write to
+# the residual stream are small, so that the embeddings' structure survives dozens of layers.
 GAINS = {"o_proj": 0.5, "down_proj": 0.5, "w2": 0.5, "lm_head": 1.0, "gate": 1.0}
 
 
 def make_config(shape, layers, scale):
     config = {**SHAPES[shape], **COMMON}
     if scale == "tiny":
-        config.update({key: value for key, value in TINY.items() if key in config and (key != "num_experts_per_tok" or "num_experts" in config)})
+        tiny = {key: value for key, value in TINY.items() if key in config}
+        if "num_experts" not in config:
+            tiny.pop("num_experts_per_tok", None)  # of 8 experts, two
+        config.update(tiny)
     if layers:
         config["num_hidden_layers"] = layers
     return config
@@ -122,7 +128,7 @@ def tensor_table(config):
 
 
 def to_bf16(values):
-    """Bits of float32 values rounded to bf16. Magnitudes below 2^-40 become 2^-40, so that exponents can be shifted freely.
+    """Bits of float32 values rounded to bf16; magnitudes below 2^-40 become 2^-40, so that exponents can be shifted.
     Uses up `values`."""
     bits = values.view(numpy.uint32)
     bits += 0x7FFF + ((bits >> 16) & 1)
@@ -136,7 +142,7 @@ def generator(seed, name):
 
 
 def draw_rows(name, seed, rows, factor, columns, noise, threads):
-    """[rows, width] bf16: (noise N + N factor) columns, N standard normal; blocks of rows are drawn by several threads."""
+    """[rows, width] bf16: (noise N + N factor) columns, N standard normal; several threads draw blocks of rows."""
     out = numpy.empty((rows, factor.shape[1]), numpy.uint16)
 
     def draw(begin):
@@ -162,8 +168,10 @@ class Pools:
         for width, (window, total) in sorted(demand.items()):
             rows = max(min(POOL_ELEMENTS // width, total), window + 1)
             random = generator(seed, f"pool {width}")
-            columns = numpy.exp2(0.3 * random.standard_normal(width, dtype=numpy.float32)) / numpy.sqrt(width).astype(numpy.float32)
-            factor = random.standard_normal((POOL_RANK, width), dtype=numpy.float32) / numpy.float32(numpy.sqrt(POOL_RANK) * 2)
+            columns = numpy.exp2(0.3 * random.standard_normal(width, dtype=numpy.float32))
+            columns /= numpy.float32(width**0.5)
+            factor = random.standard_normal((POOL_RANK, width), dtype=numpy.float32)
+            factor /= numpy.float32(2 * POOL_RANK**0.5)
             self.rows[width] = draw_rows(f"pool {width}", seed, rows, factor, columns, 1, threads)
 
     def window(self, random, rows, width, exponent, spread):
@@ -172,7 +180,7 @@ class Pools:
         pool = self.rows[width]
         begin = int(random.integers(0, len(pool) - rows + 1))
         scale = exponent + random.choice(numpy.array([-1, 0, 0, 1] if spread else [0]), rows)
-        change = (scale.astype(numpy.int32) << 7).astype(numpy.uint16)  # modulo 2^16: adding it lowers the exponent as well
+        change = (scale.astype(numpy.int32) << 7).astype(numpy.uint16)  # modulo 2^16: lowers the exponent as well
         out = pool[begin : begin + rows] + change[:, None]
         out ^= (random.integers(0, 2, rows, dtype=numpy.uint16) << 15)[:, None]
         return out
@@ -255,7 +263,8 @@ def write_model(directory, config, seed, shard_bytes, threads):
     directory.mkdir(parents=True, exist_ok=True)
     free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
     if total > free:
-        sys.exit(f"make_model.py: {directory}: the model takes {total / 1e9:.1f} GB, {free / 1e9:.1f} GB are free (use --layers)")
+        sizes = f"the model takes {total / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        sys.exit(f"make_model.py: {directory}: {sizes} (use --layers)")
     demand = {}
     for name, shape in table.items():
         if len(shape) == 2 and name != EMBEDDING:
@@ -267,14 +276,18 @@ def write_model(directory, config, seed, shard_bytes, threads):
 
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     with ThreadPoolExecutor(threads) as workers:
-        written = list(workers.map(lambda i: write_shard(directory / names[i], shards[i], table, seed, pools), range(len(shards))))
+        write = lambda path, shard: write_shard(directory / path, shard, table, seed, pools)  # noqa: E731
+        written = list(workers.map(write, names, shards))
     assert sum(written) == total
-    index = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for i, shard in enumerate(shards) for name in shard}}
+    weight_map = {name: path for path, shard in zip(names, shards) for name in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     end = time.perf_counter()
-    print(f"{directory}: {len(table)} tensors in {len(shards)} files, {total / 1e9:.2f} GB; pools {drawn - start:.1f} s, "
-          f"files {end - drawn:.1f} s, {total / (end - drawn) / 1e9:.2f} GB/s")  # fmt: skip
+    print(
+        f"{directory}: {len(table)} tensors in {len(shards)} files, {total / 1e9:.2f} GB; "
+        f"pools {drawn - start:.1f} s, files {end - drawn:.1f} s, {total / (end - drawn) / 1e9:.2f} GB/s"
+    )
 
 
 def write_tokens(path, vocab, samples, length, seed):

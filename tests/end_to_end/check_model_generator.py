@@ -1,4 +1,4 @@
-"""bench/make_model.py: transformers opens what it writes, activations are finite, the same seed gives the same bytes."""
+"""bench/make_model.py: transformers opens what it writes, activations are finite, a seed gives the same bytes."""
 
 import pathlib
 import subprocess
@@ -17,9 +17,9 @@ except ImportError as error:
 
 
 def generate(directory, shape, *arguments):
-    subprocess.run(
-        [sys.executable, "-B", str(SOURCE / "bench/make_model.py"), str(directory), "--shape", shape, "--scale", "tiny", "--shard-gb", "0.0005", *arguments],
-        check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+    program = [sys.executable, "-B", str(SOURCE / "bench/make_model.py"), str(directory), "--shape", shape]
+    settings = ["--scale", "tiny", "--shard-gb", "0.0005", *arguments]
+    subprocess.run(program + settings, check=True, stdout=subprocess.DEVNULL)
 
 
 class ModelGenerator(unittest.TestCase):
@@ -32,9 +32,13 @@ class ModelGenerator(unittest.TestCase):
         for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "llama-3-8b", "llama-3-70b"):
             with self.subTest(shape):
                 directory, tokens = self.scratch / shape, self.scratch / f"{shape}.npy"
-                generate(directory, shape, "--layers", "3", "--tokens-out", str(tokens), "--samples", "4", "--length", "96")
-                model, loading = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, output_loading_info=True)
-                self.assertFalse(any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading)
+                shape_of_tokens = ("--samples", "4", "--length", "96")
+                generate(directory, shape, "--layers", "3", "--tokens-out", str(tokens), *shape_of_tokens)
+                model, loading = AutoModelForCausalLM.from_pretrained(
+                    directory, dtype=torch.bfloat16, output_loading_info=True
+                )
+                for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+                    self.assertFalse(loading[key], key)
                 self.assertEqual(len(model.model.layers), 3)
                 ids = torch.tensor(numpy.load(tokens)).long()
                 self.assertEqual(tuple(ids.shape), (4, 96))
