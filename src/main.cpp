@@ -74,7 +74,6 @@ int quantize(Communicator& host, RecipeFlags& flags) {
     recipe = flags.read();
     backend = make_backend(recipe.device, host);
   });
-  install_stop_signals();
   start_watchdog(host.rank(), recipe.watchdog_seconds);
   std::unique_ptr<Communicator> nccl;
   if (!backend->is_host() && host.size() > 1) nccl = make_nccl_communicator(host, local_rank(host), backend->stream());
@@ -175,6 +174,8 @@ int main(int argc, char** argv) {
   bool agreed = false;
   int code = 0;
   try {
+    // Before MPI starts: a SIGTERM that kills a rank in MPI_Init can leave its launcher waiting for good.
+    if (argc > 1 && std::string(argv[1]) == "quantize") install_stop_signals();
     const std::unique_ptr<Communicator> host = make_host_communicator(&argc, &argv);
     rank = host->rank();
     start_log(rank, host->size());
