@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 
 #include "cuda_bench.hpp"
 
@@ -62,10 +63,13 @@ void gram_case(CudaBench& bench, int64_t n, const std::vector<int64_t>& offsets,
   bench.gpu().accumulate_gram(x.matrix(), h.stack(), offsets);
   const int64_t last_rows = offsets[count] - offsets[count - 1];
   if (last_rows * n <= int64_t{1} << 28) check_gram(bench, x, h, count - 1, offsets[count - 1], last_rows, n);
-  const double seconds = bench.time([&] { bench.gpu().accumulate_gram(x.matrix(), h.stack(), offsets); });
   const double work = 2.0 * static_cast<double>(offsets.back()) * static_cast<double>(n * n);
-  bench.report("gram", shape, seconds, work, "TFLOP/s", bench.bf16_rate, square_gemm_seconds(bench, x, h, offsets, n),
-               "square GEMM");
+  const auto run = [&] { bench.gpu().accumulate_gram(x.matrix(), h.stack(), offsets); };
+  bench.report("gram", shape, bench.time(run), work, "TFLOP/s", bench.bf16_rate,
+               square_gemm_seconds(bench, x, h, offsets, n), "square GEMM");
+  setenv("SHARDQ_GRAM", "portable", 1);
+  bench.report("gram, cuBLAS", shape, bench.time(run, 5), work, "TFLOP/s", bench.bf16_rate);
+  unsetenv("SHARDQ_GRAM");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Sums of x^T x, lower triangle: narrow stacks by our own kernel on Hopper (sm90a/gram_squares.cu), else by cuBLAS.
+// Sums of x^T x, lower triangle: by our own kernel on Hopper (sm90a/gram_panels.cu), else by cuBLAS.
 //
 // The cuBLAS way. The lower triangle of a row-major h is the upper one of a column-major matrix. It is covered by
 // panels of columns, each a plain GEMM from the panel's first row down: the finer the panels, the less of the upper
@@ -9,11 +9,11 @@
 // Experts' counts are ragged: see planned_gemm.hpp.
 #include <algorithm>
 #include <cstdlib>
-#include <string>
+#include <string_view>
 
 #include "kernels/cuda/cuda_state.hpp"
 #ifdef SHARDQ_WITH_SM90A
-#include "kernels/cuda/sm90a/gram_squares.hpp"
+#include "kernels/cuda/sm90a/gram_panels.hpp"
 #endif
 
 namespace shardq {
@@ -57,51 +57,30 @@ void accumulate_panel(State& state, int stream, MatrixView x, MatrixView h, int6
 }
 
 #ifdef SHARDQ_WITH_SM90A
-/// Segments of at most kChainRows rows, equal within a matrix, all first ones first; longest first, so that the last
-/// blocks at work have little left.
-std::vector<GramSegment> gram_segments(std::span<const int64_t> offsets) {
-  std::vector<GramSegment> segments;
-  for (size_t e = 0; e + 1 < offsets.size(); ++e) {
-    const int64_t rows = offsets[e + 1] - offsets[e];
-    if (rows == 0) continue;
-    const int64_t step = ceil_div(ceil_div(rows, ceil_div(rows, kChainRows)), 64) * 64;
-    for (int64_t t = 0; t < rows; t += step)
-      segments.push_back({.row = offsets[e] + t,
-                          .rows = static_cast<int32_t>(std::min(step, rows - t)),
-                          .matrix = static_cast<int32_t>(e),
-                          .turn = static_cast<int32_t>(t / step),
-                          .more = t + step < rows});
-  }
-  std::stable_sort(segments.begin(), segments.end(),
-                   [](const auto& a, const auto& b) { return a.turn != b.turn ? a.turn < b.turn : a.rows > b.rows; });
-  return segments;
-}
-
 template <class State>
 void accumulate_on_hopper(State& state, MatrixView x, StackView h, std::span<const int64_t> offsets) {
-  const std::vector<GramSegment> segments = gram_segments(offsets);
-  const std::vector<uint32_t> order = gram_square_order(h.cols);
+  const std::vector<uint32_t> panels = gram_panels(h.cols);
+  const auto panel_count = static_cast<int64_t>(panels.size());
+  const std::vector<GramSegment> segments = gram_segments(offsets, panel_count, gram_clusters());
   const DeviceArray<GramSegment> segments_device(state, std::span<GramSegment const>(segments),
                                                  "segments of Gram sums");
-  const DeviceArray<uint32_t> order_device(state, std::span<uint32_t const>(order), "squares of Gram sums");
-  const int64_t flags = h.count * gram_squares(h.cols) * 2;
+  const DeviceArray<uint32_t> panels_device(state, std::span<uint32_t const>(panels), "panels of Gram sums");
+  const int64_t flags = h.count * panel_count * 2;
   const DeviceArray<int> turns(state, flags, "turns of Gram sums");
   SHARDQ_CUDA(cudaMemsetAsync(turns.get(), 0, static_cast<size_t>(flags) * sizeof(int), state.compute));
   launch_gram(state.compute, {.x = x,
                               .h = h,
                               .segments = segments_device.get(),
                               .segment_count = static_cast<int64_t>(segments.size()),
-                              .squares = order_device.get(),
+                              .panels = panels_device.get(),
+                              .panel_count = panel_count,
                               .turns = turns.get()});
 }
 
 /// SHARDQ_GRAM=portable keeps to cuBLAS, so that both can be tested and timed on one card.
 bool portable_only() {
-  static const bool choice = [] {
-    const char* value = std::getenv("SHARDQ_GRAM");
-    return value && std::string(value) == "portable";
-  }();
-  return choice;
+  const char* choice = std::getenv("SHARDQ_GRAM");
+  return choice != nullptr && std::string_view(choice) == "portable";
 }
 #endif
 
@@ -122,11 +101,7 @@ void CudaBackend::accumulate_gram(MatrixView x, StackView h, std::span<const int
   if (h.count == 0 || h.cols == 0 || offsets.back() == offsets.front()) return;
   state_->use();
 #ifdef SHARDQ_WITH_SM90A
-  // Measured on an H200, 2026-11-30, TFLOP/s counted as 2 T n^2, ours against the library: 128 ragged experts of 8192
-  // tokens 329 to 179 at n = 768, 474 to 538 at n = 2048; one matrix 634 to 939 at n = 4096. So only where it wins.
-  constexpr int64_t kWidestOnHopper = 1024;
-  if (state_->compute_capability == 90 && h.count > 1 && h.cols <= kWidestOnHopper && gram_accepts(x) &&
-      !portable_only())
+  if (state_->compute_capability == 90 && gram_accepts(x) && !portable_only())
     return accumulate_on_hopper(*state_, x, h, offsets);
 #endif
   const int64_t n = h.cols, width = panel_width(n), panels = ceil_div(n, width);

@@ -35,31 +35,18 @@ __device__ inline void barrier_init_fence() {
 __device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-/// Arrives once at the barrier of the same address in block `rank` of the cluster.
+/// Arrives once at the barrier of the same address in block `rank` of the cluster. At the default scope, of the block:
+/// a release for the cluster would flush all memory traffic of the multiprocessor, 1000 cycles and more, and what the
+/// barrier guards here is read and written by the tensor cores and the copy engine only, which it orders itself.
 __device__ inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}" ::"r"(barrier),
       "r"(rank)
       : "memory");
-}
-/// barrier_wait for arrivals from other blocks of the cluster.
-__device__ inline void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  do {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  } while (done == 0);
 }
 
 // ---- copies -------------------------------------------------------------------------------------------
@@ -93,30 +80,29 @@ __device__ inline void store_zeros(uint32_t target) {
 #define SHARDQ_EIGHT(i)                                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define SHARDQ_PRODUCT(type)                                                                                        \
-  asm volatile(                                                                                                     \
-      "{\n"                                                                                                         \
-      ".reg .pred keep;\n"                                                                                          \
-      "setp.ne.b32 keep, %130, 0;\n"                                                                                \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                                  \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "      \
-      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, "   \
-      "%43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "   \
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, "   \
-      "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "   \
-      "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "      \
-      "%122, %123, %124, %125, %126, %127}, %128, %129, keep, 1, 1, 1, 1;\n"                                        \
-      "}"                                                                                                           \
-      : SHARDQ_EIGHT(0), SHARDQ_EIGHT(8), SHARDQ_EIGHT(16), SHARDQ_EIGHT(24), SHARDQ_EIGHT(32), SHARDQ_EIGHT(40),   \
-        SHARDQ_EIGHT(48), SHARDQ_EIGHT(56), SHARDQ_EIGHT(64), SHARDQ_EIGHT(72), SHARDQ_EIGHT(80), SHARDQ_EIGHT(88), \
-        SHARDQ_EIGHT(96), SHARDQ_EIGHT(104), SHARDQ_EIGHT(112), SHARDQ_EIGHT(120)                                   \
+#define SHARDQ_PRODUCT(type)                                                                                       \
+  asm volatile(                                                                                                    \
+      "{\n"                                                                                                        \
+      ".reg .pred keep;\n"                                                                                         \
+      "setp.ne.b32 keep, %98, 0;\n"                                                                                \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type                                                 \
+      " {"                                                                                                         \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "                      \
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "            \
+      "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, "            \
+      "%57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, "            \
+      "%76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, "            \
+      "%95}, %96, %97, keep, 1, 1, 1, 1;\n"                                                                        \
+      "}"                                                                                                          \
+      : SHARDQ_EIGHT(0), SHARDQ_EIGHT(8), SHARDQ_EIGHT(16), SHARDQ_EIGHT(24), SHARDQ_EIGHT(32), SHARDQ_EIGHT(40),  \
+        SHARDQ_EIGHT(48), SHARDQ_EIGHT(56), SHARDQ_EIGHT(64), SHARDQ_EIGHT(72), SHARDQ_EIGHT(80), SHARDQ_EIGHT(88) \
       : "l"(a), "l"(b), "r"(keep))
 
-/// d = a b, or d += a b where `keep` is not zero: a [64, 16], b [16, 256], both with contiguous M or N
-/// (operand_along_lines). With g = lane / 4, t = lane % 4, thread l of warp w of the warpgroup holds in d[4 c + 2 r +
-/// s]: row 16 w + g + 8 r, column 8 c + 2 t + s.
+/// d = a b, or d += a b where `keep` is not zero: a [64, 16], b [16, 192], the 16 products one line each in both.
+/// With g = lane / 4, t = lane % 4, thread l of warp w of the warpgroup holds in d[4 c + 2 r + s]: row 16 w + g + 8 r,
+/// column 8 c + 2 t + s.
 template <bool kHalf>
-__device__ void multiply_lines(float (&d)[128], uint64_t a, uint64_t b, uint32_t keep) {
+__device__ void multiply_lines(float (&d)[96], uint64_t a, uint64_t b, uint32_t keep) {
   if constexpr (kHalf)
     SHARDQ_PRODUCT("f16");
   else

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "core/view.hpp"
@@ -15,18 +16,19 @@ struct GramSegment {
   bool more = false;  ///< a later segment of this matrix follows
 };
 
-/// Edge of the square that two neighbouring blocks compute together.
-inline constexpr int64_t kGramSquare = 256;
-/// Squares of the lower triangle of an n by n matrix.
-inline int64_t gram_squares(int64_t n) {
-  const int64_t edge = (n + kGramSquare - 1) / kGramSquare;
-  return edge * (edge + 1) / 2;
-}
-/// Row and column of every square as row << 16 | column, in an order that keeps neighbours in the cache together.
-std::vector<uint32_t> gram_square_order(int64_t n);
-
 /// True where the kernel can read x: bf16 or fp16 rows that start on 16 bytes.
 bool gram_accepts(const MatrixView& x);
+
+/// Pairs of blocks that the device holds at one time.
+int64_t gram_clusters();
+
+/// Panels of the lower triangle of an n by n matrix, the pieces that two neighbouring blocks compute together, as
+/// row << 16 | column in units of a panel, in an order that keeps neighbours in the cache together.
+std::vector<uint32_t> gram_panels(int64_t n);
+
+/// Cuts the rows of every matrix of a stack (offsets as for Backend::accumulate_gram) into segments, sorted by turn,
+/// longest first, so that `clusters` pairs of blocks are busy to the end.
+std::vector<GramSegment> gram_segments(std::span<const int64_t> offsets, int64_t panels, int64_t clusters);
 
 /// Device-side inputs of one launch.
 struct GramCall {
@@ -34,12 +36,12 @@ struct GramCall {
   StackView h;   ///< f32 [count, n, n]
   const GramSegment* segments = nullptr;
   int64_t segment_count = 0;
-  const uint32_t* squares = nullptr;  ///< gram_square_order(n)
-  int* turns = nullptr;               ///< [count * gram_squares(n) * 2], zero
+  const uint32_t* panels = nullptr;  ///< gram_panels(n)
+  int64_t panel_count = 0;
+  int* turns = nullptr;  ///< [count * panel_count * 2], zero
 };
 
 /// h[matrix] += x_s^T x_s for all segments, lower triangle, in the order of turns: the sums do not depend on timing.
-/// Segments must be sorted by turn.
 void launch_gram(cudaStream_t stream, const GramCall& call);
 
 }  // namespace shardq
