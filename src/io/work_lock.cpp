@@ -88,19 +88,35 @@ WorkLock::WorkLock(const std::filesystem::path& directory, std::chrono::millisec
   do fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
   while (fd_ < 0 && errno == EINTR);
   if (fd_ < 0) fail(ExitCode::disk, "cannot open lock {}: {}", path_.string(), std::strerror(errno));
+  // Of a job that was just killed, rank 0 may take a moment to be gone; the restart must not be refused for that.
+  constexpr std::chrono::seconds kPatience{3};
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
   try {
-    const bool flocked = try_flock();
-    if (const auto owner = read_record(path_); owner && owner_lives(*owner, flocked))
-      fail(ExitCode::usage, "work directory {} is in use by {}", directory_.string(), owner->description());
-    else if (owner)
-      spdlog::info("work directory {}: taking over the lock of {}, which is gone", directory_.string(),
-                   owner->description());
+    while (true) {
+      try {
+        take();
+        break;
+      } catch (const Error& error) {
+        if (error.code() != ExitCode::usage || std::chrono::steady_clock::now() >= deadline) throw;
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      }
+    }
     write_record();
     beater_ = std::thread([this] { keep_beating(); });
   } catch (...) {
     ::close(fd_);
     throw;
   }
+}
+
+/// Throws Error(usage) when somebody has the lock.
+void WorkLock::take() {
+  const bool flocked = try_flock();
+  if (const auto owner = read_record(path_); owner && owner_lives(*owner, flocked))
+    fail(ExitCode::usage, "work directory {} is in use by {}", directory_.string(), owner->description());
+  else if (owner)
+    spdlog::info("work directory {}: taking over the lock of {}, which is gone", directory_.string(),
+                 owner->description());
 }
 
 WorkLock::~WorkLock() {

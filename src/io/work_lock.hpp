@@ -40,6 +40,7 @@ class WorkLock {
   WorkLock& operator=(const WorkLock&) = delete;
 
  private:
+  void take();
   bool try_flock();
   bool owner_lives(const LockOwner& owner, bool flocked) const;
   void write_record();
