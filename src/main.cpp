@@ -171,6 +171,7 @@ int run(int argc, char** argv, Communicator& host) {
 int main(int argc, char** argv) {
   using namespace shardq;
   int rank = 0;
+  std::string voice = "shardq";  // of an error that only this rank knows
   bool agreed = false;
   int code = 0;
   try {
@@ -178,6 +179,7 @@ int main(int argc, char** argv) {
     if (argc > 1 && std::string(argv[1]) == "quantize") install_stop_signals();
     const std::unique_ptr<Communicator> host = make_host_communicator(&argc, &argv);
     rank = host->rank();
+    if (host->size() > 1) voice += fmt::format(": rank {}", rank);
     start_log(rank, host->size());
     arm_faults_from_environment(rank);
     code = run(argc, argv, *host);
@@ -188,10 +190,10 @@ int main(int argc, char** argv) {
     code = static_cast<int>(error.code());
     agreed = true;
   } catch (const Error& error) {
-    fmt::print(stderr, "shardq: {}\n", error.what());
+    fmt::print(stderr, "{}: {}\n", voice, error.what());
     code = static_cast<int>(error.code());
   } catch (const std::exception& error) {
-    fmt::print(stderr, "shardq: internal error: {}\n", error.what());
+    fmt::print(stderr, "{}: internal error: {}\n", voice, error.what());
     code = static_cast<int>(ExitCode::internal);
   }
   std::fflush(nullptr);
