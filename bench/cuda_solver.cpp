@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <numeric>
 #include <random>
 
@@ -132,7 +133,7 @@ void loop_case(CudaBench& bench, const LoopShape& s, bool ordered) {
   const auto pass = [&](bool load, bool update, bool loop) {
     for (int64_t begin = 0; begin < s.cols; begin += kBlock) {
       const int64_t end = begin + kBlock;
-      if (load) gpu.load_columns(w.stack(), by, begin, shifted.stack());
+      if (load) gpu.load_columns(w.stack(), begin, shifted.stack());
       if (update && begin > 0)
         gpu.block_update(residual.stack().col_range(0, begin), factor.stack().row_range(begin, end).col_range(0, begin),
                          shifted.stack());
@@ -161,9 +162,24 @@ void loop_case(CudaBench& bench, const LoopShape& s, bool ordered) {
                bench.copy_rate);
   bench.report("load_columns", shape, bench.time([&] { pass(true, false, false); }, 5), weights * 6, "TB/s",
                bench.copy_rate);
-  if (!ordered)
-    bench.report("block_update", shape, bench.time([&] { pass(false, true, false); }, 5),
-                 weights * static_cast<double>(s.cols - kBlock), "TFLOP/s", bench.f32_rate);
+  if (!ordered) {
+    const auto updates = [&] { pass(false, true, false); };
+    const double work = weights * static_cast<double>(s.cols - kBlock);
+    setenv("SHARDQ_UPDATE", "portable", 1);
+    const double library = bench.time(updates, 5);
+    unsetenv("SHARDQ_UPDATE");
+    bench.report("block_update", shape, bench.time(updates, 5), work, "TFLOP/s", bench.f32_rate, library,
+                 "cuBLAS fp32");
+  } else {
+    const Tensor target(gpu, DType::bf16, {s.count, s.rows, s.cols}, "permuted");
+    bench.report("permute_columns", shape,
+                 bench.time([&] { gpu.permute_columns(w.stack(), by, false, target.stack()); }, 5), weights * 4, "TB/s",
+                 bench.copy_rate);
+    StackView back = codes.stack();
+    const Tensor other(gpu, DType::i8, {s.count, s.rows, s.cols}, "codes");
+    bench.report("permute, codes", shape, bench.time([&] { gpu.permute_columns(back, by, true, other.stack()); }, 5),
+                 weights * 2, "TB/s", bench.copy_rate);
+  }
   const double all = bench.time([&] { pass(true, true, true); }, 5);
   bench.note("loop and updates", shape, {{"ms", all * 1e3}});
 }

@@ -25,8 +25,8 @@ struct RouterSpec {
 /// One block of columns of a stack of weight matrices, for Backend::gptq_block. All views live in backend memory.
 struct GptqBlock {
   StackView shifted;        ///< f32 [count, rows, width]: in: W columns plus what finished columns left over; contents are destroyed
-  StackView weight;         ///< bf16/f16/f32 [count, rows, cols]: the original weights
-  const int32_t* order = nullptr;  ///< [count, cols] position -> original column, or null for the identity
+  StackView weight;         ///< bf16/f16/f32 [count, rows, cols]: the original weights, columns at POSITIONS (the order of the factor)
+  const int32_t* order = nullptr;  ///< [count, cols] position -> original column, which tells its group; null for the identity
   StackView factor;         ///< f32 [count, cols, cols], T^T as factorize() leaves it
   const float* pivots = nullptr;   ///< [count, cols] R[j][j]
   int64_t begin = 0;        ///< first position of the block; its width is shifted.cols
@@ -35,8 +35,8 @@ struct GptqBlock {
   int64_t group_size = 0;   ///< columns a group (== cols for per-channel); group of a position = original column / group_size
   int64_t groups = 0;
   Grid grid;
-  int8_t* codes = nullptr;  ///< out [count, rows, cols], at ORIGINAL columns
-  StackView residual;       ///< out f32 [count, rows, cols]: D = W - Q, at POSITIONS begin.. (the order of the factor)
+  int8_t* codes = nullptr;  ///< out [count, rows, cols], at POSITIONS begin..
+  StackView residual;       ///< out f32 [count, rows, cols]: D = W - Q, at POSITIONS begin..
   float* losses = nullptr;  ///< in/out [count, rows]: += sum over the block of (p - Q)^2 R_jj^2
 };
 
@@ -115,8 +115,11 @@ class Backend {
   /// and the first with the least sum of importance_j * |Q - W|^norm wins (importance 1 where null).  Ties keep the larger range.
   virtual void find_scales(StackView w, const float* importance, int shrink_steps, float norm, const Grid& grid, int64_t group_size,
                            float* scales, int8_t* zeros) = 0;
-  /// target[e] = weight[e][:, order[begin .. begin + target.cols)] in f32.
-  virtual void load_columns(StackView weight, const int32_t* order, int64_t begin, StackView target) = 0;
+  /// Columns into another order, or back: target[e][:, j] = source[e][:, order[e][j]], with `back` target[e][:, order[e][j]] = source[e][:, j].
+  /// Any dtype of 1, 2 or 4 bytes, the same in both; target must not be source.  order: [count, cols] in backend memory, a permutation each.
+  virtual void permute_columns(StackView source, const int32_t* order, bool back, StackView target) = 0;
+  /// target[e] = weight[e][:, begin .. begin + target.cols) in f32.
+  virtual void load_columns(StackView weight, int64_t begin, StackView target) = 0;
   /// target[e] += residual[e] * factor[e]^T.  Shapes: residual f32 [count, rows, k], factor f32 [count, width, k], target f32 [count, rows, width].
   virtual void block_update(StackView residual, StackView factor, StackView target) = 0;
   /// The sequential part: Babai/OBS over the columns of one block. Inside the block, for each j in order:

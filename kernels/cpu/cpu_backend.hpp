@@ -42,7 +42,8 @@ class CpuBackend final : public Backend {
                  StackView factor, float* pivots, std::span<int> status) override;
   void find_scales(StackView w, const float* importance, int shrink_steps, float norm, const Grid& grid,
                    int64_t group_size, float* scales, int8_t* zeros) override;
-  void load_columns(StackView weight, const int32_t* order, int64_t begin, StackView target) override;
+  void permute_columns(StackView source, const int32_t* order, bool back, StackView target) override;
+  void load_columns(StackView weight, int64_t begin, StackView target) override;
   void block_update(StackView residual, StackView factor, StackView target) override;
   void gptq_block(const GptqBlock& block) override;
   void round_to_nearest(StackView w, const int32_t* order, const float* scales, const int8_t* zeros, int64_t group_size,

@@ -51,23 +51,14 @@ struct TilePlace {
 };
 
 void load_tile(const GptqBlock& b, const TilePlace& at, Tile& tile) {
-  const int64_t width = b.shifted.cols, cols = b.weight.cols;
-  const int32_t* column = b.order ? b.order + at.matrix * cols + b.begin : nullptr;
+  const int64_t width = b.shifted.cols;
   const MatrixView shifted = b.shifted[at.matrix], weight = b.weight[at.matrix];
   cpu::with_type(weight.dtype, [&]<class T>(T*) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const float* p = shifted.as<float>() + at.row_of(lane) * shifted.stride;
       const T* w = weight.as<T>() + at.row_of(lane) * weight.stride;
       for (int64_t j = 0; j < width; ++j) tile.shifted[j * kLanes + lane] = p[j];
-      if (column) {
-        const T* next = weight.as<T>() + at.row_of(lane + 1) * weight.stride;
-        for (int64_t j = 0; j < width; ++j) {
-          __builtin_prefetch(next + column[j]);  // scattered columns: no hardware prefetcher follows them
-          tile.weight[j * kLanes + lane] = to_float(w[column[j]]);
-        }
-      } else {
-        for (int64_t j = 0; j < width; ++j) tile.weight[j * kLanes + lane] = to_float(w[b.begin + j]);
-      }
+      for (int64_t j = 0; j < width; ++j) tile.weight[j * kLanes + lane] = to_float(w[b.begin + j]);
     }
   });
   std::fill(tile.known.begin(), tile.known.end(), 0);
@@ -152,13 +143,12 @@ void solve_tile(const GptqBlock& b, const TilePlace& at, Tile& tile) {
 void store_tile(const GptqBlock& b, const TilePlace& at, const Tile& tile) {
   const int64_t width = b.shifted.cols, cols = b.weight.cols;
   const MatrixView residual = b.residual[at.matrix];
-  const int32_t* column = b.order ? b.order + at.matrix * cols + b.begin : nullptr;
   for (int64_t i = 0; i < at.rows; ++i) {
     const int64_t row = at.matrix * b.weight.rows + at.row + i;
     float* d = residual.as<float>() + (at.row + i) * residual.stride + b.begin;
-    int8_t* codes = b.codes + row * cols;
+    int8_t* codes = b.codes + row * cols + b.begin;
     for (int64_t j = 0; j < width; ++j) d[j] = tile.residual[j * kLanes + i];
-    for (int64_t j = 0; j < width; ++j) codes[column ? column[j] : b.begin + j] = tile.codes[j * kLanes + i];
+    for (int64_t j = 0; j < width; ++j) codes[j] = tile.codes[j * kLanes + i];
     b.losses[row] += tile.loss[i];
   }
 }
@@ -193,7 +183,7 @@ void CpuBackend::gptq_block(const GptqBlock& b) {
   }
 }
 
-void CpuBackend::load_columns(StackView weight, const int32_t* order, int64_t begin, StackView target) {
+void CpuBackend::load_columns(StackView weight, int64_t begin, StackView target) {
   SHARDQ_CHECK(weight.count == target.count && weight.rows == target.rows && begin >= 0 &&
                    begin + target.cols <= weight.cols && target.dtype == DType::f32,
                ExitCode::internal, "load_columns: columns {} + {} of [{}, {}, {}] into [{}, {}, {}]", begin,
@@ -201,21 +191,38 @@ void CpuBackend::load_columns(StackView weight, const int32_t* order, int64_t be
   cpu::with_type(weight.dtype, [&]<class T>(T*) {
 #pragma omp parallel for collapse(2) schedule(static) if (target.count * target.rows * target.cols > cpu::kWorthThreads)
     for (int64_t e = 0; e < weight.count; ++e)
-      for (int64_t r = 0; r < weight.rows; ++r) {
-        const T* w = weight.as<T>() + e * weight.matrix_stride + r * weight.stride;
-        float* out = target.as<float>() + e * target.matrix_stride + r * target.stride;
-        if (!order) {
-          cpu::widen(w + begin, out, target.cols);
-          continue;
-        }
-        const int32_t* column = order + e * weight.cols + begin;
-        const T* next = r + 1 < weight.rows ? w + weight.stride : w;
-        for (int64_t j = 0; j < target.cols; ++j) {
-          __builtin_prefetch(next + column[j]);
-          out[j] = to_float(w[column[j]]);
-        }
-      }
+      for (int64_t r = 0; r < weight.rows; ++r)
+        cpu::widen(weight.as<T>() + e * weight.matrix_stride + r * weight.stride + begin,
+                   target.as<float>() + e * target.matrix_stride + r * target.stride, target.cols);
   });
+}
+
+void CpuBackend::permute_columns(StackView source, const int32_t* order, bool back, StackView target) {
+  const int64_t size = size_of(source.dtype), cols = source.cols;
+  SHARDQ_CHECK(source.count == target.count && source.rows == target.rows && cols == target.cols &&
+                   source.dtype == target.dtype && (size == 1 || size == 2 || size == 4),
+               ExitCode::internal, "permute_columns: [{}, {}, {}] {} into [{}, {}, {}] {}", source.count, source.rows,
+               cols, safetensors_name(source.dtype), target.count, target.rows, target.cols,
+               safetensors_name(target.dtype));
+  const auto permute = [&]<class Bits>(Bits*) {
+#pragma omp parallel for collapse(2) schedule(static) if (source.count * source.rows * cols > cpu::kWorthThreads)
+    for (int64_t e = 0; e < source.count; ++e)
+      for (int64_t r = 0; r < source.rows; ++r) {
+        const Bits* from = source.as<Bits>() + e * source.matrix_stride + r * source.stride;
+        Bits* to = target.as<Bits>() + e * target.matrix_stride + r * target.stride;
+        const int32_t* column = order + e * cols;
+        if (back)
+          for (int64_t j = 0; j < cols; ++j) to[column[j]] = from[j];
+        else
+          for (int64_t j = 0; j < cols; ++j) to[j] = from[column[j]];
+      }
+  };
+  if (size == 1)
+    permute(static_cast<uint8_t*>(nullptr));
+  else if (size == 2)
+    permute(static_cast<uint16_t*>(nullptr));
+  else
+    permute(static_cast<uint32_t*>(nullptr));
 }
 
 }  // namespace shardq

@@ -1,9 +1,12 @@
-// Linear layers and block updates by cuBLAS.
+// Linear layers by cuBLAS; block updates too, where block_update.cu does not take them.
 //
 // cuBLAS knows column-major matrices only. A row-major matrix read that way is its transpose, so y = x w^T is asked for
 // as y^T = (w^T)^T x^T: first operand w, transposed; second operand x.
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 
+#include "kernels/cuda/block_update.hpp"
 #include "kernels/cuda/cuda_state.hpp"
 #include "kernels/cuda/vector.cuh"
 
@@ -117,6 +120,12 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) losses[e * rows + r] = static_cast<float>(partial[0]);
 }
 
+/// SHARDQ_UPDATE=portable keeps block updates to cuBLAS, so that both can be tested and timed on one card.
+bool portable_update() {
+  const char* choice = std::getenv("SHARDQ_UPDATE");
+  return choice != nullptr && std::string_view(choice) == "portable";
+}
+
 }  // namespace
 
 void CudaBackend::linear(MatrixView x, MatrixView w, const void* bias, MatrixView y, bool accumulate) {
@@ -183,6 +192,8 @@ void CudaBackend::block_update(StackView residual, StackView factor, StackView t
                target.rows, target.cols);
   if (target.count == 0 || target.rows == 0 || target.cols == 0 || residual.cols == 0) return;
   state_->use();
+  if (tensor_update_accepts(*state_, residual, factor, target) && !portable_update())
+    return tensor_update(*state_, residual, factor, target);
   const char* operation = "block_update";
   const float one = 1.0f;
   SHARDQ_CUBLAS(cublasGemmStridedBatchedEx(

@@ -9,9 +9,11 @@
 // updates the rest at once. So every p_k receives its fused multiply-adds in ascending j, as on the CPU: equal bits. T
 // lies in shared memory as [j][k] by strips, and is read as broadcast 16-byte words.
 //
-// Bytes a row and column: 4 in (shifted), 2 in (weight), 1 + 4 out. Rows are read by single threads: a warp's 32 rows
-// stay in L1 until their lines are used up. Under an activation order weights and codes are scattered, a 32-byte sector
-// an element. No library call does any of this.
+// Scales of a thread's row wait in shared memory too, where they fit: under an activation order every column may be of
+// another group.
+//
+// Bytes a row and column: 4 in (shifted), 2 in (weight), 1 + 4 out. Rows are read by single threads in 16-byte words: a
+// warp's 32 rows stay in L1 until their lines are used up. No library call does any of this.
 #include <algorithm>
 
 #include "kernels/cuda/cuda_state.hpp"
@@ -46,19 +48,26 @@ struct Args {
   int64_t rows, cols, groups;
   int begin, width, group_size;
   CodeRange range;
-  bool words_in, words_out, factor_words, code_words;  // rows can be accessed in 16-byte words
+  bool words_in, words_out, weight_words, factor_words, code_words;  // rows can be accessed in 16-byte words
+  bool scale_table;                                                  // all scales of a row are held in shared memory
 };
 
 struct Shared {
   alignas(16) float factor[kFactorFloats];  // strip s: T(j, 32 s + k) at [j][k] for j < 32 (s + 1)
-  int column[kWidth], group[kWidth];
+  int group[kWidth];
   float pivot_squared[kWidth];
-  // D of all strips but the last, [column][thread], follows.
+  // Follow: D of all strips but the last, [column][thread]; scales, [group][thread]; zero points likewise, as bytes.
   __device__ float* residual() { return reinterpret_cast<float*>(this + 1); }
-  __host__ __device__ static int bytes(int threads) {
-    return static_cast<int>(sizeof(Shared)) + (kWidth - kStrip) * threads * static_cast<int>(sizeof(float));
+  __device__ float* scales() { return residual() + (kWidth - kStrip) * blockDim.x; }
+  __device__ int8_t* zeros(int64_t groups) { return reinterpret_cast<int8_t*>(scales() + groups * blockDim.x); }
+  /// `groups`: those in the table, or 0.
+  __host__ __device__ static int64_t bytes(int threads, int64_t groups, bool zeros) {
+    return static_cast<int64_t>(sizeof(Shared)) +
+           threads * ((kWidth - kStrip + groups) * static_cast<int64_t>(sizeof(float)) + (zeros ? groups : 0));
   }
 };
+/// Beyond this the table would cost a resident block.
+constexpr int64_t kTableBytes = 20 << 10;
 
 __device__ constexpr int factor_offset(int strip) {
   return kStrip * kStrip * (strip * (strip + 1) / 2);
@@ -94,12 +103,10 @@ __device__ void load_factor(const Args& a, int64_t matrix, Shared& shared) {
   }
 }
 
-__device__ void load_columns(const Args& a, int64_t matrix, Shared& shared) {
+__device__ void load_groups(const Args& a, int64_t matrix, Shared& shared) {
   for (int j = threadIdx.x; j < a.width; j += blockDim.x) {
     const int64_t position = matrix * a.cols + a.begin + j;
-    const int column = a.order ? a.order[position] : a.begin + j;
-    shared.column[j] = column;
-    shared.group[j] = column / a.group_size;
+    shared.group[j] = (a.order ? a.order[position] : a.begin + j) / a.group_size;
     const float pivot = a.pivots[position];
     shared.pivot_squared[j] = pivot * pivot;
   }
@@ -126,14 +133,24 @@ struct Strip {
 /// Weights of a strip. The dtype is a branch, not a template: it is the same for all threads, and kernels are dear to
 /// compile.
 template <class T, bool kFull>
-__device__ void load_weights(const Row& row, const int* column, int valid, float (&w)[kStrip]) {
+__device__ void load_weights(const Args& a, const Row& row, int first, float (&w)[kStrip]) {
+  const T* source = static_cast<const T*>(row.weight) + first;
+  constexpr int kWord = kPerAccess<T>;
+  if (kFull && a.weight_words) {
 #pragma unroll
-  for (int j = 0; j < kStrip; ++j)
-    w[j] = kFull || j < valid ? widen(static_cast<const T*>(row.weight)[column[j]]) : 0.0f;
+    for (int q = 0; q < kStrip / kWord; ++q) {
+      const auto word = load_pack<kWord>(source + q * kWord);
+#pragma unroll
+      for (int i = 0; i < kWord; ++i) w[q * kWord + i] = widen(word.values[i]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kStrip; ++j) w[j] = kFull || j < a.width - first ? widen(source[j]) : 0.0f;
+  }
 }
 
 template <bool kZero, bool kFull>
-__device__ void load_strip(const Args& a, const Row& row, const Shared& shared, int first, Strip<kZero>& strip) {
+__device__ void load_strip(const Args& a, const Row& row, Shared& shared, int first, Strip<kZero>& strip) {
   const int valid = a.width - first;
   if (kFull && a.words_in) {
 #pragma unroll
@@ -149,16 +166,28 @@ __device__ void load_strip(const Args& a, const Row& row, const Shared& shared, 
     for (int j = 0; j < kStrip; ++j) strip.p[j] = kFull || j < valid ? row.shifted[first + j] : 0.0f;
   }
   if (a.weight_dtype == DType::bf16)
-    load_weights<BFloat16, kFull>(row, shared.column + first, valid, strip.w);
+    load_weights<BFloat16, kFull>(a, row, first, strip.w);
   else if (a.weight_dtype == DType::f16)
-    load_weights<Float16, kFull>(row, shared.column + first, valid, strip.w);
+    load_weights<Float16, kFull>(a, row, first, strip.w);
   else
-    load_weights<float, kFull>(row, shared.column + first, valid, strip.w);
+    load_weights<float, kFull>(a, row, first, strip.w);
+  const float* scale_table = shared.scales() + threadIdx.x;
+  const int8_t* zero_table = shared.zeros(a.groups) + threadIdx.x;
 #pragma unroll
   for (int j = 0; j < kStrip; ++j) {
     const int group = kFull || j < valid ? shared.group[first + j] : 0;
-    strip.scale[j] = row.scales[group];
-    if constexpr (kZero) strip.zero[j] = static_cast<float>(row.zeros[group]);
+    strip.scale[j] = a.scale_table ? scale_table[group * blockDim.x] : row.scales[group];
+    if constexpr (kZero)
+      strip.zero[j] = static_cast<float>(a.scale_table ? zero_table[group * blockDim.x] : row.zeros[group]);
+  }
+}
+
+/// A row's scales and zero points to this thread's place in the tables.
+template <bool kZero>
+__device__ void load_scales(const Args& a, const Row& row, Shared& shared) {
+  for (int64_t g = 0; g < a.groups; ++g) {
+    shared.scales()[g * blockDim.x + threadIdx.x] = row.scales[g];
+    if constexpr (kZero) shared.zeros(a.groups)[g * blockDim.x + threadIdx.x] = row.zeros[g];
   }
 }
 
@@ -211,7 +240,7 @@ __device__ void quantize_strip(CodeRange range, const float* factor, const float
 }
 
 template <bool kZero, bool kFull>
-__device__ void store_strip(const Args& a, const Row& row, const Shared& shared, int first, const Strip<kZero>& strip) {
+__device__ void store_strip(const Args& a, const Row& row, int first, const Strip<kZero>& strip) {
   if (!row.active) return;
   const int valid = a.width - first;
   if (kFull && a.words_out) {
@@ -225,14 +254,13 @@ __device__ void store_strip(const Args& a, const Row& row, const Shared& shared,
       if (kFull || j < valid) row.residual[first + j] = strip.w[j];
   }
   if (kFull && a.code_words) {
-    uint4* target = reinterpret_cast<uint4*>(row.codes + a.begin + first);
+    uint4* target = reinterpret_cast<uint4*>(row.codes + first);
     target[0] = make_uint4(strip.codes[0], strip.codes[1], strip.codes[2], strip.codes[3]);
     target[1] = make_uint4(strip.codes[4], strip.codes[5], strip.codes[6], strip.codes[7]);
   } else {
 #pragma unroll
     for (int j = 0; j < kStrip; ++j)
-      if (kFull || j < valid)
-        row.codes[shared.column[first + j]] = static_cast<int8_t>(strip.codes[j / 4] >> (8 * (j % 4)));
+      if (kFull || j < valid) row.codes[first + j] = static_cast<int8_t>(strip.codes[j / 4] >> (8 * (j % 4)));
   }
 }
 
@@ -259,7 +287,7 @@ __device__ void solve_strip(const Args& a, const Row& row, Shared& shared, int i
 #pragma unroll
     for (int j = 0; j < kStrip; ++j) residual[(first + j) * blockDim.x] = strip.w[j];
   }
-  store_strip<kZero, kFull>(a, row, shared, first, strip);
+  store_strip<kZero, kFull>(a, row, first, strip);
 }
 
 template <DType kScale, bool kZero>
@@ -268,18 +296,19 @@ __global__ void __launch_bounds__(kMaxThreads) gptq_kernel(const __grid_constant
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int64_t matrix = blockIdx.y, wanted = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   load_factor(a, matrix, shared);
-  load_columns(a, matrix, shared);
+  load_groups(a, matrix, shared);
   __syncthreads();
 
   const int64_t r = min(wanted, a.rows - 1), whole = matrix * a.rows + r;
-  const Row row{
-      a.shifted + matrix * a.shifted_matrix_stride + r * a.shifted_stride,
-      static_cast<const char*>(a.weight) + (matrix * a.weight_matrix_stride + r * a.weight_stride) * a.weight_size,
-      a.scales + whole * a.groups,
-      kZero ? a.zeros + whole * a.groups : nullptr,
-      a.codes + whole * a.cols,
-      a.residual + matrix * a.residual_matrix_stride + r * a.residual_stride,
-      wanted < a.rows};
+  const Row row{a.shifted + matrix * a.shifted_matrix_stride + r * a.shifted_stride,
+                static_cast<const char*>(a.weight) +
+                    (matrix * a.weight_matrix_stride + r * a.weight_stride + a.begin) * a.weight_size,
+                a.scales + whole * a.groups,
+                kZero ? a.zeros + whole * a.groups : nullptr,
+                a.codes + whole * a.cols + a.begin,
+                a.residual + matrix * a.residual_matrix_stride + r * a.residual_stride,
+                wanted < a.rows};
+  if (a.scale_table) load_scales<kZero>(a, row, shared);
   float loss = 0.0f;
 #pragma unroll 1
   for (int index = 0; index * kStrip < a.width; ++index) {
@@ -343,24 +372,33 @@ Args arguments(const GptqBlock& b, int64_t at, int64_t width) {
   a.words_in = words(a.shifted, a.shifted_stride, a.shifted_matrix_stride, 4);
   a.words_out = words(a.residual, a.residual_stride, a.residual_matrix_stride, 4);
   a.factor_words = words(a.factor, a.factor_stride, a.factor_matrix_stride, 4);
-  a.code_words = !b.order && words(b.codes + begin, b.weight.cols, b.weight.rows * b.weight.cols, 1);
+  a.weight_words = words(static_cast<const char*>(a.weight) + begin * a.weight_size, a.weight_stride,
+                         a.weight_matrix_stride, a.weight_size);
+  a.code_words = words(b.codes + begin, b.weight.cols, b.weight.rows * b.weight.cols, 1);
   return a;
 }
 
 template <DType kScale, bool kZero>
-void launch(const CudaBackend::State& state, const Args& a, int64_t count) {
+void launch(const CudaBackend::State& state, Args a, int64_t count) {
   const auto kernel = gptq_kernel<kScale, kZero>;
-  SHARDQ_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared::bytes(kMaxThreads)));
+  SHARDQ_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(Shared::bytes(kMaxThreads, 0, false) + kTableBytes)));
+  const auto holds_table = [&](int threads) {
+    return Shared::bytes(threads, a.groups, kZero) - Shared::bytes(threads, 0, false) <= kTableBytes;
+  };
+  const auto bytes = [&](int threads) {
+    return static_cast<size_t>(Shared::bytes(threads, holds_table(threads) ? a.groups : 0, kZero));
+  };
   // Few rows: narrow blocks, so that they reach all multiprocessors. Many: wide ones, which share their copy of T.
   int threads = 32;
   for (; threads < kMaxThreads; threads *= 2) {
     int resident = 0;
-    SHARDQ_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads,
-                                                              static_cast<size_t>(Shared::bytes(threads))));
+    SHARDQ_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, bytes(threads)));
     if (ceil_div(a.rows, threads) * count <= int64_t{resident} * state.multiprocessors) break;
   }
+  a.scale_table = holds_table(threads);
   const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, threads)), static_cast<unsigned>(count));
-  kernel<<<grid, threads, static_cast<size_t>(Shared::bytes(threads)), state.compute>>>(a);
+  kernel<<<grid, threads, bytes(threads), state.compute>>>(a);
   SHARDQ_LAUNCHED("gptq_block");
 }
 

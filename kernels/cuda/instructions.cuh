@@ -53,6 +53,16 @@ __device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/// d = c + a b for a [16, 8] and b [8, 8] in tf32 (fp32 whose low 13 bits are ignored), c and d [16, 8] in fp32, placed
+/// as above: a holds (g, t), (g+8, t), (g, t+4), (g+8, t+4); b holds (t, g), (t+4, g).
+__device__ inline void multiply_add_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                         const float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, "
+      "%12, %13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
 /// 2^x; 0 for -inf, subnormal results flushed.
 __device__ inline float exp2_fast(float x) {
   float result;

@@ -1,4 +1,4 @@
-// Rounding to nearest, dequantization, and columns of a stack in another order. All bound by memory: one pass over the
+// Rounding to nearest, dequantization, and blocks of columns as floats. All bound by memory: one pass over the
 // elements, neighbouring threads on neighbouring columns.
 #include "kernels/cuda/cuda_state.hpp"
 #include "kernels/cuda/vector.cuh"
@@ -83,17 +83,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// One warp a row: a block of columns is narrow.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    load_columns_kernel(Stack<const T> weight, const int32_t* order, int64_t begin, Stack<float> target) {
-  // A block of columns is narrow: one warp a row.
+    load_columns_kernel(Stack<const T> weight, int64_t begin, Stack<float> target) {
   const int64_t e = blockIdx.y, r = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
   if (r >= target.rows) return;
-  const T* source = weight.row(e, r);
-  const int32_t* columns = order ? order + e * weight.cols + begin : nullptr;
+  const T* source = weight.row(e, r) + begin;
   float* out = target.row(e, r);
 #pragma unroll 4
-  for (int64_t j = threadIdx.x % 32; j < target.cols; j += 32) out[j] = widen(source[columns ? columns[j] : begin + j]);
+  for (int64_t j = threadIdx.x % 32; j < target.cols; j += 32) out[j] = widen(source[j]);
 }
 
 }  // namespace
@@ -137,7 +136,7 @@ void CudaBackend::dequantize(const int8_t* codes, const float* scales, const int
   SHARDQ_LAUNCHED("dequantize");
 }
 
-void CudaBackend::load_columns(StackView weight, const int32_t* order, int64_t begin, StackView target) {
+void CudaBackend::load_columns(StackView weight, int64_t begin, StackView target) {
   SHARDQ_CHECK(weight.count == target.count && weight.rows == target.rows && begin >= 0 &&
                    begin + target.cols <= weight.cols && target.dtype == DType::f32,
                ExitCode::internal, "load_columns: columns {} + {} of [{}, {}, {}] into [{}, {}, {}]", begin,
@@ -147,7 +146,7 @@ void CudaBackend::load_columns(StackView weight, const int32_t* order, int64_t b
   with_float_type(weight.dtype, "load_columns", [&]<class T>(T) {
     const dim3 grid(static_cast<unsigned>(ceil_div(target.rows, kThreads / 32)), static_cast<unsigned>(target.count));
     load_columns_kernel<T>
-        <<<grid, kThreads, 0, state_->compute>>>(stack_of<const T>(weight), order, begin, stack_of<float>(target));
+        <<<grid, kThreads, 0, state_->compute>>>(stack_of<const T>(weight), begin, stack_of<float>(target));
   });
   SHARDQ_LAUNCHED("load_columns");
 }

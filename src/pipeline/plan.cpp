@@ -90,11 +90,13 @@ void raise_to_tap(Plan& plan, const Recipe& recipe, const Inputs& inputs, const 
   // Order-free sums: a chunk's triangles and two integers for each of their elements.
   const bool reproducible = recipe.reproducible == "true" || (recipe.reproducible == "auto" && !machine.cuda);
   if (reproducible && !rtn) scratch += s.count / waves * (s.cols * (s.cols + 1) / 2) * 20;
-  // Residuals and codes of this rank's share, codes of all, the factor beside the Hessian.
+  // Residuals and codes of this rank's share (under an activation order a second time, with the weights), codes of all,
+  // the factor beside the Hessian.
   const int64_t own_rows = (s.count * s.rows / waves + machine.ranks - 1) / machine.ranks;
   const int64_t own = (s.count / waves + machine.ranks - 1) / machine.ranks;
+  const int64_t ordered = recipe.scheme.actorder == ActOrder::none ? 0 : element + 1;
   const int64_t solve =
-      own_rows * s.cols * (rtn ? 1 : 5) + s.count * s.rows * s.cols + (rtn ? 0 : own * s.cols * s.cols * 4);
+      own_rows * s.cols * (rtn ? 1 : 5 + ordered) + s.count * s.rows * s.cols + (rtn ? 0 : own * s.cols * s.cols * 4);
   plan.kept_bytes = std::max(plan.kept_bytes, std::max(kept_before, kept_after));
   plan.solve_bytes = std::max(plan.solve_bytes, solve);
   plan.scratch_bytes = std::max(plan.scratch_bytes, scratch);

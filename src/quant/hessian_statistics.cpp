@@ -90,12 +90,23 @@ std::vector<MatrixOutcome> first_verdicts(const HessianStatistics& statistics, c
 
 std::vector<int32_t> descending_order(const HessianStatistics& statistics, int64_t cols) {
   std::vector<int32_t> order(statistics.diagonal.size());
-  for (size_t e = 0; e < statistics.mean.size(); ++e) {
-    const auto begin = order.begin() + static_cast<int64_t>(e) * cols;
-    std::iota(begin, begin + cols, 0);
+  const auto count = static_cast<int64_t>(statistics.mean.size());
+#pragma omp parallel for schedule(static) if (count > 1)
+  for (int64_t e = 0; e < count; ++e) {
+    int32_t* target = order.data() + e * cols;
+    std::iota(target, target + cols, 0);
     if (statistics.nonfinite[e] > 0) continue;  // NaN has no place in an order
-    const float* diagonal = statistics.diagonal.data() + static_cast<int64_t>(e) * cols;
-    std::stable_sort(begin, begin + cols, [&](int32_t a, int32_t b) { return diagonal[a] > diagonal[b]; });
+    // One integer says it all: largest value first, among equals the lowest column. The bits of floats order as
+    // integers do once negative ones are turned round.
+    const float* diagonal = statistics.diagonal.data() + e * cols;
+    std::vector<uint64_t> keys(static_cast<size_t>(cols));
+    for (int64_t j = 0; j < cols; ++j) {
+      const uint32_t bits = float_bits(diagonal[j] + 0.0f);  // one zero
+      const uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+      keys[j] = static_cast<uint64_t>(~ascending) << 32 | static_cast<uint64_t>(j);
+    }
+    std::sort(keys.begin(), keys.end());
+    for (int64_t j = 0; j < cols; ++j) target[j] = static_cast<int32_t>(keys[j] & 0xffffffffu);
   }
   return order;
 }

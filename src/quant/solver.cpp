@@ -97,6 +97,18 @@ void quantize_columns(Solve& s) {
   Tensor shifted(s.backend, DType::f32, {count, rows, block}, "block of columns");
   s.losses = Tensor(s.backend, DType::f32, {count, rows}, "losses");
   s.backend.zero(s.losses.data(), s.losses.bytes());
+  // Under an activation order weights and codes go through the loop in that order: it reads them block by block, and
+  // scattered columns would cost a cache line each, every time.
+  Tensor ordered_weights, ordered_codes;
+  StackView weights = s.weights;
+  int8_t* codes = s.result.codes.as<int8_t>();
+  if (s.order) {
+    ordered_weights = Tensor(s.backend, weights.dtype, {count, rows, n}, "weights in activation order");
+    ordered_codes = Tensor(s.backend, DType::i8, {count, rows, n}, "codes in activation order");
+    s.backend.permute_columns(s.weights, s.order_data(), false, ordered_weights.stack());
+    weights = ordered_weights.stack();
+    codes = ordered_codes.as<int8_t>();
+  }
   const StackView factor = s.factor.stack();
   const bool host = s.backend.is_host();
   Stopwatch watch;
@@ -107,14 +119,14 @@ void quantize_columns(Solve& s) {
   for (int64_t begin = 0; begin < n; begin += block) {
     const int64_t end = std::min(begin + block, n);
     const StackView target = shifted.stack().col_range(0, end - begin);
-    s.backend.load_columns(s.weights, s.order_data(), begin, target);
+    s.backend.load_columns(weights, begin, target);
     if (host) lap("loop");
     if (begin > 0)
       s.backend.block_update(residual.stack().col_range(0, begin), factor.row_range(begin, end).col_range(0, begin),
                              target);
     if (host) lap("update");
     s.backend.gptq_block({.shifted = target,
-                          .weight = s.weights,
+                          .weight = weights,
                           .order = s.order_data(),
                           .factor = factor,
                           .pivots = s.pivots.as<float>(),
@@ -124,10 +136,15 @@ void quantize_columns(Solve& s) {
                           .group_size = s.group_size(),
                           .groups = s.groups(),
                           .grid = s.scheme.grid,
-                          .codes = s.result.codes.as<int8_t>(),
+                          .codes = codes,
                           .residual = residual.stack(),
                           .losses = s.losses.as<float>()});
     if (host) lap("loop");
+  }
+  if (s.order) {
+    StackView result = ordered_codes.stack();
+    result.data = s.result.codes.data();
+    s.backend.permute_columns(ordered_codes.stack(), s.order_data(), true, result);
   }
   s.backend.synchronize();
   lap("loop");
@@ -174,7 +191,7 @@ StackView merge_rows(Backend& backend, StackView w, Tensor& copy) {
   if (w.matrix_stride == w.rows * w.stride)
     return {w.data, w.dtype, 1, w.count * w.rows, w.cols, w.stride, w.count * w.rows * w.stride};
   copy = Tensor(backend, DType::f32, {w.count, w.rows, w.cols}, "weights that share a Hessian");
-  backend.load_columns(w, nullptr, 0, copy.stack());
+  backend.load_columns(w, 0, copy.stack());
   return as_stack(copy.matrix());
 }
 

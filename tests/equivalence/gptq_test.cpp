@@ -179,6 +179,8 @@ TEST_F(GptqEquivalence, WholeSolveAcrossBlocksStaysClose) {
                  rt = poisoned(backend, DType::f32, {rows, cols}), bt = poisoned(backend, DType::f32, {rows, block}),
                  lt = poisoned(backend, DType::f32, {rows}), work = poisoned(backend, DType::f32, {rows, cols}),
                  check = poisoned(backend, DType::f32, {rows});
+    const Tensor ordered = poisoned(backend, DType::bf16, {rows, cols});
+    backend.permute_columns(wt.stack(), ot.as<int32_t>(), false, ordered.stack());
     backend.zero(lt.data(), lt.bytes());
     std::vector<int> status(1);
     const std::vector<int64_t> which{0};
@@ -188,12 +190,12 @@ TEST_F(GptqEquivalence, WholeSolveAcrossBlocksStaysClose) {
     for (int64_t begin = 0; begin < cols; begin += block) {
       const int64_t end = std::min(begin + block, cols);
       const StackView target = bt.stack().col_range(0, end - begin);
-      backend.load_columns(wt.stack(), ot.as<int32_t>(), begin, target);
+      backend.load_columns(ordered.stack(), begin, target);
       if (begin > 0)
         backend.block_update(rt.stack().col_range(0, begin), ft.stack().row_range(begin, end).col_range(0, begin),
                              target);
       backend.gptq_block({.shifted = target,
-                          .weight = wt.stack(),
+                          .weight = ordered.stack(),
                           .order = ot.as<int32_t>(),
                           .factor = ft.stack(),
                           .pivots = pt.as<float>(),

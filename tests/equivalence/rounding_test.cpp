@@ -157,21 +157,40 @@ TEST_F(RoundingEquivalence, Dequantize) {
 TEST_F(RoundingEquivalence, LoadColumns) {
   for (DType dtype : {DType::bf16, DType::f16, DType::f32})
     for (const auto& [count, rows, cols, begin, width] : std::vector<std::array<int64_t, 5>>{
-             {1, 1, 1, 0, 1}, {2, 9, 70, 3, 65}, {1, 40, 256, 128, 128}, {3, 0, 8, 0, 8}, {2, 5, 6, 6, 0}})
-      for (bool ordered : {false, true}) {
-        const auto w = normal(count * rows * cols, dtype);
+             {1, 1, 1, 0, 1}, {2, 9, 70, 3, 65}, {1, 40, 256, 128, 128}, {3, 0, 8, 0, 8}, {2, 5, 6, 6, 0}}) {
+      const auto w = normal(count * rows * cols, dtype);
+      const auto run = [&](Backend& backend) {
+        const Tensor wt = to_tensor(backend, dtype, {count, rows, cols}, w),
+                     tt = poisoned(backend, DType::f32, {count, rows, width + 2});
+        backend.load_columns(wt.stack(), begin, tt.stack().col_range(1, 1 + width));
+        return raw_of<float>(backend, tt);
+      };
+      EXPECT_TRUE(same(run(gpu()), run(cpu())));
+    }
+}
+
+TEST_F(RoundingEquivalence, PermuteColumnsThereAndBack) {
+  // Rows that fill shared memory many times over, rows of odd bytes, and (70000 floats) rows that do not fit it at all.
+  for (const auto& [count, rows, cols] : std::vector<std::array<int64_t, 3>>{
+           {1, 1, 1}, {2, 37, 70}, {1, 130, 256}, {3, 0, 8}, {2, 5, 2049}, {1, 70, 1024}, {0, 4, 16}, {1, 2, 70000}})
+    for (DType dtype : {DType::i8, DType::bf16, DType::f32})
+      for (int64_t gap : {0, 1, 16}) {
+        SCOPED_TRACE(fmt::format("[{}, {}, {}] {} with a gap of {}", count, rows, cols, safetensors_name(dtype), gap));
+        std::vector<uint8_t> bytes(count * rows * cols * size_of(dtype));
+        for (uint8_t& b : bytes) b = static_cast<uint8_t>(random());
         std::vector<int32_t> order;
         for (int64_t e = 0; e < count; ++e)
           for (int32_t i : permutation(cols)) order.push_back(i);
-        const auto run = [&](Backend& backend) {
-          const Tensor wt = to_tensor(backend, dtype, {count, rows, cols}, w),
-                       ot = to_tensor_raw(backend, DType::i32, {count, cols}, order),
-                       tt = poisoned(backend, DType::f32, {count, rows, width + 2});
-          backend.load_columns(wt.stack(), ordered ? ot.as<int32_t>() : nullptr, begin,
-                               tt.stack().col_range(1, 1 + width));
-          return raw_of<float>(backend, tt);
-        };
-        EXPECT_TRUE(same(run(gpu()), run(cpu())));
+        for (bool back : {false, true}) {
+          const auto run = [&](Backend& backend) {
+            const Tensor source = to_tensor_raw(backend, dtype, {count, rows, cols}, bytes),
+                         ot = to_tensor_raw(backend, DType::i32, {count, cols}, order),
+                         target = poisoned(backend, dtype, {count, rows, cols + gap});
+            backend.permute_columns(source.stack(), ot.as<int32_t>(), back, target.stack().col_range(0, cols));
+            return raw_of<uint8_t>(backend, target);
+          };
+          ASSERT_TRUE(same(run(gpu()), run(cpu()))) << (back ? "back" : "there");
+        }
       }
 }
 

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 #include "core/error.hpp"
@@ -61,7 +62,7 @@ class GptqLoop : public ::testing::TestWithParam<LoopCase> {
       for (int64_t r = 0; r < c.rows; ++r)
         for (int64_t j = 0; j < c.width; ++j)
           d.shifted.as<float>()[(e * c.rows + r) * c.width + j] =
-              d.wide[(e * c.rows + r) * c.cols + order[c.begin + j]] + 0.02f * normal(random);
+              d.wide[(e * c.rows + r) * c.cols + c.begin + j] + 0.02f * normal(random);
     }
     return d;
   }
@@ -92,17 +93,15 @@ TEST_P(GptqLoop, HasTheBitsOfThePlainLoop) {
       const int64_t row = e * c.rows + r;
       float* p = shifted.data() + row * c.width;
       double loss = 0.25;
-      std::vector<bool> written(static_cast<size_t>(c.cols));
       for (int64_t j = 0; j < c.width; ++j) {
         const int64_t position = c.begin + j, column = d.order.as<int32_t>()[e * c.cols + position];
         const float scale = d.scales.as<float>()[row * groups + column / c.group];
         const int zero = c.symmetric ? 0 : d.zeros.as<int8_t>()[row * groups + column / c.group];
         const int code = quantize_code(p[j], scale, zero, grid);
         const float q = dequantize_code(code, scale, zero, grid.scale_dtype);
-        const float residual = d.wide[row * c.cols + column] - q;
-        ASSERT_EQ(d.codes.as<int8_t>()[row * c.cols + column], code) << "row " << r << " position " << j;
+        const float residual = d.wide[row * c.cols + position] - q;
+        ASSERT_EQ(d.codes.as<int8_t>()[row * c.cols + position], code) << "row " << r << " position " << j;
         ASSERT_EQ(float_bits(d.residual.as<float>()[row * c.cols + position]), float_bits(residual)) << r << ", " << j;
-        written[column] = true;
         loss += std::pow(double(p[j] - q) * d.pivots.as<float>()[e * c.cols + position], 2);
         for (int64_t k = j + 1; k < c.width; ++k)
           p[k] = std::fma(residual, d.factor.as<float>()[(e * c.cols + c.begin + k) * c.cols + position], p[k]);
@@ -110,7 +109,7 @@ TEST_P(GptqLoop, HasTheBitsOfThePlainLoop) {
       EXPECT_NEAR(d.losses.as<float>()[row], loss, 1e-5 * loss);
       for (int64_t j = 0; j < c.cols; ++j) {
         const bool outside = j < c.begin || j >= c.begin + c.width;
-        EXPECT_EQ(d.codes.as<int8_t>()[row * c.cols + j] == 99, !written[j]) << "column " << j;
+        EXPECT_EQ(d.codes.as<int8_t>()[row * c.cols + j] == 99, outside) << "position " << j;
         EXPECT_EQ(d.residual.as<float>()[row * c.cols + j] == 99.0f, outside) << "position " << j;
       }
     }
@@ -128,20 +127,38 @@ INSTANTIATE_TEST_SUITE_P(
                       LoopCase{"NoRows", 2, 0, 16, 0, 16, 16}),
     [](const auto& info) { return info.param.name; });
 
-TEST_F(GptqLoop, LoadColumnsFollowsTheOrder) {
+TEST_F(GptqLoop, LoadColumnsWidens) {
   for (DType dtype : {DType::bf16, DType::f16, DType::f32}) {
     const HostMatrix w = random_matrix(*backend_, dtype, 3 * 7, 20, 33);
-    Tensor order(*backend_, DType::i32, {3, 20}, "order"), target(*backend_, DType::f32, {3, 7, 12}, "target");
-    for (int32_t i = 0; i < 60; ++i) order.as<int32_t>()[i] = (i * 7 + i / 20) % 20;
-    const StackView stack{w.tensor.data(), dtype, 3, 7, 20, 20, 140};
-    for (const int32_t* o : {static_cast<const int32_t*>(nullptr), static_cast<const int32_t*>(order.as<int32_t>())}) {
-      backend_->load_columns(stack, o, 5, target.stack());
-      for (int64_t e = 0; e < 3; ++e)
-        for (int64_t r = 0; r < 7; ++r)
-          for (int64_t j = 0; j < 12; ++j)
-            EXPECT_EQ(target.as<float>()[(e * 7 + r) * 12 + j],
-                      w.values[(e * 7 + r) * 20 + (o ? o[e * 20 + 5 + j] : 5 + j)]);
-    }
+    Tensor target(*backend_, DType::f32, {3, 7, 12}, "target");
+    backend_->load_columns({w.tensor.data(), dtype, 3, 7, 20, 20, 140}, 5, target.stack());
+    for (int64_t row = 0; row < 21; ++row)
+      for (int64_t j = 0; j < 12; ++j) EXPECT_EQ(target.as<float>()[row * 12 + j], w.values[row * 20 + 5 + j]);
+  }
+}
+
+TEST_F(GptqLoop, PermuteColumnsFollowsTheOrderAndComesBack) {
+  Tensor order(*backend_, DType::i32, {3, 20}, "order");
+  for (int32_t i = 0; i < 60; ++i) order.as<int32_t>()[i] = (i * 7 + i / 20) % 20;
+  for (DType dtype : {DType::i8, DType::bf16, DType::f32}) {
+    const int64_t size = size_of(dtype);
+    Tensor source(*backend_, dtype, {3, 7, 20}, "source"), target(*backend_, dtype, {3, 7, 20}, "target"),
+        back(*backend_, dtype, {3, 7, 20}, "back");
+    auto* bytes = static_cast<uint8_t*>(source.data());
+    for (int64_t i = 0; i < source.bytes(); ++i) bytes[i] = static_cast<uint8_t>(i * 37 + i / 251);
+    backend_->permute_columns(source.stack(), order.as<int32_t>(), false, target.stack());
+    for (int64_t e = 0; e < 3; ++e)
+      for (int64_t r = 0; r < 7; ++r)
+        for (int64_t j = 0; j < 20; ++j) {
+          const int64_t row = (e * 7 + r) * 20, column = order.as<int32_t>()[e * 20 + j];
+          EXPECT_EQ(std::memcmp(static_cast<uint8_t*>(target.data()) + (row + j) * size, bytes + (row + column) * size,
+                                static_cast<size_t>(size)),
+                    0);
+        }
+    backend_->permute_columns(target.stack(), order.as<int32_t>(), true, back.stack());
+    EXPECT_EQ(std::memcmp(back.data(), source.data(), static_cast<size_t>(source.bytes())), 0);
+    EXPECT_THROW(backend_->permute_columns(source.stack(), order.as<int32_t>(), false, target.stack().col_range(0, 19)),
+                 Error);
   }
 }
 

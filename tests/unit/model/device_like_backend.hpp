@@ -78,7 +78,8 @@ class DeviceLikeBackend final : public Backend {
     absent();
   }
   void find_scales(StackView, const float*, int, float, const Grid&, int64_t, float*, int8_t*) override { absent(); }
-  void load_columns(StackView, const int32_t*, int64_t, StackView) override { absent(); }
+  void permute_columns(StackView, const int32_t*, bool, StackView) override { absent(); }
+  void load_columns(StackView, int64_t, StackView) override { absent(); }
   void block_update(StackView, StackView, StackView) override { absent(); }
   void gptq_block(const GptqBlock&) override { absent(); }
   void round_to_nearest(StackView, const int32_t*, const float*, const int8_t*, int64_t, const Grid&, int8_t*,
