@@ -1,5 +1,4 @@
 // The solver's operations on the CUDA backend at production shapes, and whole layers with their phases.
-#include <cusolverDn.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -48,28 +47,6 @@ std::vector<int64_t> all_of(int64_t count) {
   return which;
 }
 
-/// Seconds of the library's factorisation alone, one matrix, on a copy each time; the copy is subtracted.
-double library_cholesky(CudaBench& bench, const Tensor& h, int64_t n) {
-  cusolverDnHandle_t solver = nullptr;
-  require(cusolverDnCreate(&solver) == CUSOLVER_STATUS_SUCCESS, "no cuSOLVER");
-  cusolverDnSetStream(solver, bench.stream());
-  const Tensor work_matrix(bench.gpu(), DType::f32, {n, n}, "matrix"), info(bench.gpu(), DType::i32, {1}, "info");
-  int elements = 0;
-  cusolverDnSpotrf_bufferSize(solver, CUBLAS_FILL_MODE_UPPER, static_cast<int>(n), work_matrix.as<float>(),
-                              static_cast<int>(n), &elements);
-  const Tensor workspace(bench.gpu(), DType::f32, {elements}, "workspace");
-  const auto copy = [&] { bench.gpu().copy(work_matrix.data(), h.data(), work_matrix.bytes()); };
-  const double both = bench.time([&] {
-    copy();
-    require(cusolverDnSpotrf(solver, CUBLAS_FILL_MODE_UPPER, static_cast<int>(n), work_matrix.as<float>(),
-                             static_cast<int>(n), workspace.as<float>(), elements,
-                             info.as<int>()) == CUSOLVER_STATUS_SUCCESS,
-            "Spotrf");
-  });
-  cusolverDnDestroy(solver);
-  return both - bench.time(copy);
-}
-
 void factor_case(CudaBench& bench, int64_t count, int64_t n, bool ordered) {
   const Tensor h = hessians(bench, count, n, 1.25), order = random_order(bench, count, n),
                factor(bench.gpu(), DType::f32, {count, n, n}, "factor"),
@@ -100,9 +77,11 @@ void factor_case(CudaBench& bench, int64_t count, int64_t n, bool ordered) {
             fmt::format("factor of {}: element ({}, {}) gives {}, expected {}", n, n - 1, k, got, want));
   }
   const double operations = static_cast<double>(count) * static_cast<double>(n) * n * n / 3;
+  setenv("SHARDQ_FACTOR", "portable", 1);
+  const double library = bench.time(run, 5);
+  unsetenv("SHARDQ_FACTOR");
   bench.report("factorize", fmt::format("{} x {}{}", count, n, ordered ? ", ordered" : ""), bench.time(run, 5),
-               operations, "TFLOP/s", bench.f32_rate, static_cast<double>(count) * library_cholesky(bench, h, n),
-               "Spotrf alone, one by one");
+               operations, "TFLOP/s", bench.f32_rate, library, "cuSOLVER");
 }
 
 /// A layer's stack of weights with scales and a factor, and one pass of the column loop over it.

@@ -56,15 +56,6 @@ __device__ void fetch_tile(uint32_t target, const float* source, int64_t stride,
   }
 }
 
-struct Split {
-  uint32_t high, low;
-};
-/// x rounded to 11 bits, and what is left. Both are exact.
-__device__ Split split(float x) {
-  const uint32_t high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-  return {high, __float_as_uint(x - __uint_as_float(high))};
-}
-
 __device__ float4 read_word(const char* tile, int row, int word) {
   return *reinterpret_cast<const float4*>(tile + word_offset(row, word));
 }
@@ -87,7 +78,7 @@ __device__ void multiply_stage(const char* d_tile, const char* t_tile, int warp_
       for (int step = 0; step < 2; ++step)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const Split s = split(values[step][i]);
+          const SplitFloat s = split_float(values[step][i]);
           high[m][step][i] = s.high;
           low[m][step][i] = s.low;
         }
@@ -95,7 +86,7 @@ __device__ void multiply_stage(const char* d_tile, const char* t_tile, int warp_
 #pragma unroll
     for (int n = 0; n < kColFragments; ++n) {
       const float4 t = read_word(t_tile, warp_col + n * 8 + group, half * 4 + lane);
-      const Split s[2][2] = {{split(t.x), split(t.y)}, {split(t.z), split(t.w)}};
+      const SplitFloat s[2][2] = {{split_float(t.x), split_float(t.y)}, {split_float(t.z), split_float(t.w)}};
 #pragma unroll
       for (int step = 0; step < 2; ++step)
 #pragma unroll

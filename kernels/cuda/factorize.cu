@@ -1,4 +1,5 @@
 // Reversed Cholesky, batched.  J H J = L L^T with J the reversal of order; R = J L J is upper triangular and H = R R^T.
+// Stacks are factorised in place by our own kernels (cholesky.cu), few or odd matrices by cuSOLVER:
 //
 // Let A[a][b] = H[n-1-a][n-1-b] be the reversed matrix, stored row-major for b >= a only. cuSOLVER reads memory
 // column-major and sees the lower triangle of the symmetric A; its factor L(b, a) lands at A[a][b]. Then
@@ -10,7 +11,10 @@
 // triangle was mirrored into the upper one (which is nobody's): gathering columns from a triangle would cost a 32-byte
 // sector an element.
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 
+#include "kernels/cuda/cholesky.hpp"
 #include "kernels/cuda/cuda_state.hpp"
 
 namespace shardq {
@@ -52,13 +56,18 @@ __device__ float damped(float diagonal, float damping) {
   return diagonal == 0.0f ? 1.0f : diagonal + damping;
 }
 
-/// Row a of the reversed matrix; zeros left of its diagonal. `kStaged`: H's row passes through shared memory.
-template <bool kStaged>
+/// Row a of the matrix: reversed, with zeros left of its diagonal; or as it is, as far as the diagonal. `kStaged`: H's
+/// row passes through shared memory.
+template <bool kStaged, bool kReversed>
 __global__ void __launch_bounds__(kThreads) load_kernel(Batch batch, const float* damping) {
   extern __shared__ float staged[];
   const int64_t n = batch.n, a = blockIdx.x, i = blockIdx.y, last = n - 1;
   const int32_t* order = batch.order ? batch.order + batch.which[i] * n : nullptr;
-  const float* source = batch.h_row(i, order ? order[last - a] : last - a);
+  const auto column = [&](int64_t place) {
+    const int64_t position = kReversed ? last - place : place;
+    return order ? order[position] : position;
+  };
+  const float* source = batch.h_row(i, column(a));
   if constexpr (kStaged) {
     for (int64_t c = threadIdx.x; c < n; c += kThreads) staged[c] = source[c];
     __syncthreads();
@@ -66,9 +75,9 @@ __global__ void __launch_bounds__(kThreads) load_kernel(Batch batch, const float
   }
   float* target = batch.factor_row(i, a);
 #pragma unroll 4
-  for (int64_t b = threadIdx.x; b < n; b += kThreads) {
+  for (int64_t b = threadIdx.x; b < (kReversed ? n : a + 1); b += kThreads) {
     float value = 0.0f;
-    if (b >= a) value = source[order ? order[last - b] : last - b];
+    if (!kReversed || b >= a) value = source[column(b)];
     target[b] = b == a ? damped(value, damping[i]) : value;
   }
 }
@@ -101,6 +110,23 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(Batch batch, const flo
   const int64_t first = blockIdx.x, second = last - first;
   turn(first);
   if (second != first) turn(second);
+}
+
+/// V to T^T where cholesky.cu left it: row j is divided by its pivot, and zeros follow from the diagonal on.
+__global__ void __launch_bounds__(kThreads) scale_kernel(Batch batch, float* pivots, const int* info) {
+  const int64_t n = batch.n, i = blockIdx.y, last = n - 1;
+  if (info[i] != 0) return;
+  const auto scale = [&](int64_t j) {
+    float* row = batch.factor_row(i, j);
+    const float pivot = row[j];
+    __syncthreads();  // all have read it
+    if (threadIdx.x == 0) pivots[batch.which[i] * n + j] = pivot;
+#pragma unroll 4
+    for (int64_t k = threadIdx.x; k < n; k += kThreads) row[k] = k < j ? __fdiv_rn(row[k], pivot) : 0.0f;
+  };
+  const int64_t first = blockIdx.x, second = last - first;
+  scale(first);
+  if (second != first) scale(second);
 }
 
 /// (H200, fp32) 128 matrices of 2048: 25 ms batched, 46 ms over 16 streams; 16 of 4096: 32 ms batched, 20 ms over
@@ -143,6 +169,7 @@ void factorize_over_streams(CudaBackend::State& state, const std::vector<float*>
   SHARDQ_CUSOLVER(cusolverDnDestroyParams(parameters));
 }
 
+template <bool kReversed>
 void launch_load(const CudaBackend::State& state, const Batch& batch, int64_t count, const float* damping) {
   if (batch.order) {
     const auto tiles = static_cast<unsigned>(ceil_div(batch.n, kTile));
@@ -152,13 +179,37 @@ void launch_load(const CudaBackend::State& state, const Batch& batch, int64_t co
   const dim3 grid(static_cast<unsigned>(batch.n), static_cast<unsigned>(count));
   const int64_t row_bytes = batch.n * static_cast<int64_t>(sizeof(float));
   if (batch.order && row_bytes <= state.shared_memory_per_block) {
-    SHARDQ_CUDA(cudaFuncSetAttribute(load_kernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    const auto kernel = load_kernel<true, kReversed>;
+    SHARDQ_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      static_cast<int>(state.shared_memory_per_block)));
-    load_kernel<true><<<grid, kThreads, static_cast<size_t>(row_bytes), state.compute>>>(batch, damping);
+    kernel<<<grid, kThreads, static_cast<size_t>(row_bytes), state.compute>>>(batch, damping);
   } else {
-    load_kernel<false><<<grid, kThreads, 0, state.compute>>>(batch, damping);
+    load_kernel<false, kReversed><<<grid, kThreads, 0, state.compute>>>(batch, damping);
   }
   SHARDQ_LAUNCHED("factorize (load)");
+}
+
+void factorize_by_library(CudaBackend::State& state, const Batch& batch, std::span<const int64_t> which,
+                          StackView factor, float* pivots, int* info) {
+  const int64_t n = batch.n, count = static_cast<int64_t>(which.size());
+  std::vector<float*> matrices;
+  for (int64_t e : which) matrices.push_back(factor[e].as<float>());
+  if (prefers_batched(n, count))
+    factorize_batched(state, matrices, static_cast<int>(n), static_cast<int>(factor.stride), info);
+  else
+    factorize_over_streams(state, matrices, n, factor.stride, info);
+  const dim3 pivot_grid(static_cast<unsigned>(ceil_div(n, kThreads)), static_cast<unsigned>(count));
+  pivot_kernel<<<pivot_grid, kThreads, 0, state.compute>>>(batch, pivots, info);
+  SHARDQ_LAUNCHED("factorize (pivots)");
+  const dim3 finish_grid(static_cast<unsigned>((n + 1) / 2), static_cast<unsigned>(count));
+  finish_kernel<<<finish_grid, kThreads, 0, state.compute>>>(batch, pivots, info);
+  SHARDQ_LAUNCHED("factorize (finish)");
+}
+
+/// SHARDQ_FACTOR=portable keeps to cuSOLVER, so that both can be tested and timed on one card.
+bool portable_only() {
+  const char* choice = std::getenv("SHARDQ_FACTOR");
+  return choice != nullptr && std::string_view(choice) == "portable";
 }
 
 }  // namespace
@@ -183,21 +234,17 @@ void CudaBackend::factorize(StackView h, const int32_t* order, std::span<const i
   const Batch batch{h.as<float>(),      h.stride,      h.matrix_stride,
                     factor.as<float>(), factor.stride, factor.matrix_stride,
                     which_device.get(), order,         n};
-  launch_load(*state_, batch, count, damping_device.get());
-
-  std::vector<float*> matrices;
-  for (int64_t e : which) matrices.push_back(factor[e].as<float>());
-  if (prefers_batched(n, count))
-    factorize_batched(*state_, matrices, static_cast<int>(n), static_cast<int>(factor.stride), info.get());
-  else
-    factorize_over_streams(*state_, matrices, n, factor.stride, info.get());
-
-  const dim3 pivot_grid(static_cast<unsigned>(ceil_div(n, kThreads)), static_cast<unsigned>(count));
-  pivot_kernel<<<pivot_grid, kThreads, 0, state_->compute>>>(batch, pivots, info.get());
-  SHARDQ_LAUNCHED("factorize (pivots)");
-  const dim3 finish_grid(static_cast<unsigned>((n + 1) / 2), static_cast<unsigned>(count));
-  finish_kernel<<<finish_grid, kThreads, 0, state_->compute>>>(batch, pivots, info.get());
-  SHARDQ_LAUNCHED("factorize (finish)");
+  const CholeskyBatch own{factor.as<float>(), factor.stride, factor.matrix_stride, which_device.get(), count, n};
+  if (blocked_cholesky_accepts(*state_, own) && !portable_only()) {
+    launch_load<false>(*state_, batch, count, damping_device.get());
+    blocked_cholesky(*state_, own, info.get());
+    const dim3 grid(static_cast<unsigned>((n + 1) / 2), static_cast<unsigned>(count));
+    scale_kernel<<<grid, kThreads, 0, state_->compute>>>(batch, pivots, info.get());
+    SHARDQ_LAUNCHED("factorize (scale)");
+  } else {
+    launch_load<true>(*state_, batch, count, damping_device.get());
+    factorize_by_library(*state_, batch, which, factor, pivots, info.get());
+  }
   state_->download(status.data(), info.get(), count * static_cast<int64_t>(sizeof(int)));
 }
 

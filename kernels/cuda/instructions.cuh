@@ -63,6 +63,16 @@ __device__ inline void multiply_add_tf32(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
+/// A float as the sum of two tf32 numbers: x rounded to 11 bits, and what is left (exact; its bits beyond 11 are
+/// ignored by a product, 2^-22 of x at most).
+struct SplitFloat {
+  uint32_t high, low;
+};
+__device__ inline SplitFloat split_float(float x) {
+  const uint32_t high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+  return {high, __float_as_uint(x - __uint_as_float(high))};
+}
+
 /// 2^x; 0 for -inf, subnormal results flushed.
 __device__ inline float exp2_fast(float x) {
   float result;

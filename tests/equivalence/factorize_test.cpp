@@ -107,6 +107,10 @@ TEST_F(FactorizeEquivalence, FactorsGiveTheMatrixBack) {
     cases.push_back({30, 19, ordered, {}});
     for (int64_t e = 0; e < 30; e += e % 3 == 0 ? 1 : 2) cases.back().which.push_back(e);
     cases.push_back({2, 520, ordered, {0, 1}});
+    // Stacks that our own kernels take: several blocks of 128, the last one whole, narrow or nearly empty.
+    cases.push_back({8, 132, ordered, {0, 1, 2, 3, 4, 5, 6, 7}});
+    cases.push_back({10, 384, ordered, {9, 7, 5, 3, 1, 0, 2, 4}});
+    cases.push_back({9, 300, ordered, {0, 1, 2, 3, 4, 5, 6, 7, 8}});
     cases.push_back({2, 8, ordered, {}});
   }
   for (const FactorCase& c : cases) {
@@ -149,26 +153,30 @@ TEST_F(FactorizeEquivalence, DeadColumnsGetUnitPivots) {
 }
 
 TEST_F(FactorizeEquivalence, FailuresAreStatusesOfTheirMatrices) {
-  // 0: indefinite; 1: fine; 2: NaN; 3: infinite; 4: indefinite, but not under its damping.
-  const int64_t n = 24, count = 5;
-  for (bool streams : {false, true}) {
-    const int64_t size = streams ? 530 : n;  // beyond the batched routine
+  // 0: indefinite; 1: fine; 2: NaN; 3: infinite; 4: indefinite, but not under its damping; the rest: fine.
+  // Sizes for the library's batched routine, for its single one, and for our own kernels.
+  for (const auto& [count, size] : {std::pair<int64_t, int64_t>{5, 24}, {5, 530}, {9, 260}}) {
     auto h = gram_stack(normal(count * 8 * size), count, size, 8, 1.0f);
     const auto diagonal = [&](int64_t e, int64_t i) -> float& { return h[(e * size + i) * size + i]; };
     diagonal(0, 5) = -3.0f;
     diagonal(2, 7) = NAN;
     diagonal(3, size - 1) = INFINITY;
     for (int64_t i = 0; i < size; ++i) diagonal(4, i) -= 1.5f;
-    const FactorCase c{count, size, false, {0, 1, 2, 3, 4}};
+    FactorCase c{count, size, false, {}};
+    for (int64_t e = 0; e < count; ++e) c.which.push_back(e);
+    std::vector<float> damping(count, 0.01f);
     for (Backend* backend : {&cpu(), &gpu()}) {
       SCOPED_TRACE(fmt::format("{} of {} on {}", count, size, backend->name()));
-      const Result weak = run(*backend, c, h, {}, {0.01f, 0.01f, 0.01f, 0.01f, 0.01f});
+      damping[4] = 0.01f;
+      const Result weak = run(*backend, c, h, {}, damping);
       EXPECT_NE(weak.status[0], 0);
       EXPECT_EQ(weak.status[1], 0);
       EXPECT_NE(weak.status[2], 0);
       EXPECT_NE(weak.status[3], 0);
       EXPECT_NE(weak.status[4], 0);
-      const Result strong = run(*backend, c, h, {}, {0.01f, 0.01f, 0.01f, 0.01f, 2.0f});
+      for (int64_t e = 5; e < count; ++e) EXPECT_EQ(weak.status[e], 0);
+      damping[4] = 2.0f;
+      const Result strong = run(*backend, c, h, {}, damping);
       EXPECT_NE(strong.status[0], 0);
       EXPECT_EQ(strong.status[4], 0);
     }
