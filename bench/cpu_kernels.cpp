@@ -204,16 +204,16 @@ int run(const Settings& settings) {
 
 int main(int argc, char** argv) {
   shardq::Settings settings;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string flag = argv[i];
-    if (flag == "--json")
-      settings.json_path = argv[i + 1];
-    else if (flag == "--seconds")
-      settings.seconds = std::atof(argv[i + 1]);
-    else if (flag == "--clock")
-      settings.cpu_clock = std::string(argv[i + 1]) == "cpu";
+  for (int i = 1; i < argc; i += 2) {
+    const std::string flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+    if (flag == "--json" && !value.empty())
+      settings.json_path = value;
+    else if (flag == "--seconds" && !value.empty())
+      settings.seconds = std::atof(value.c_str());
+    else if (flag == "--clock" && (value == "wall" || value == "cpu"))
+      settings.cpu_clock = value == "cpu";
     else {
-      fmt::print(stderr, "unknown flag {}: expected --json FILE, --seconds PER_CASE, --clock wall|cpu\n", flag);
+      fmt::print(stderr, "{} {}: expected --json FILE, --seconds PER_CASE, --clock wall|cpu\n", flag, value);
       return 2;
     }
   }

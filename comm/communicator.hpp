@@ -33,6 +33,11 @@ class Communicator {
   virtual void reduce_scatter_sum(float* data, std::span<const Range> ranges) = 0;
   /// In place: every rank contributes ranges[rank()] (in elements of `element_size` bytes) and ends with all.
   virtual void all_gather(void* data, std::span<const Range> ranges, int64_t element_size) = 0;
+  /// Every rank sends send[r] of `source` to rank r and receives what rank r sends it at receive[r] of `target` (its
+  /// own part is copied). Both ranges: one a rank, ascending, without gaps from 0; receive[r] on rank q is as long as
+  /// send[q] on rank r, which the caller sees to. source and target must not overlap.
+  virtual void all_to_all(const void* source, std::span<const Range> send, void* target, std::span<const Range> receive,
+                          int64_t element_size) = 0;
   virtual void broadcast(void* data, int64_t bytes, int root) = 0;
   virtual void barrier() = 0;
 };

@@ -28,7 +28,7 @@ void check_mpi(int code, const char* call) {
 }
 #define SHARDQ_MPI(call) check_mpi((call), #call)
 
-constexpr int kReduceTag = 2;
+constexpr int kReduceTag = 2, kExchangeTag = 3;
 
 /// Sums over ranks happen in this type, in rank order: floats in double, rounded once.
 template <class T>
@@ -98,6 +98,24 @@ class MpiCommunicator final : public Communicator {
     gather_bytes(static_cast<char*>(data), ranges, element_size);
   }
 
+  void all_to_all(const void* source, std::span<const Range> send, void* target, std::span<const Range> receive,
+                  int64_t element_size) override {
+    check_exchange(send, receive, size_, rank_);
+    const WatchedCollective watched("all_to_all", element_size);  // how much each rank sends is its own affair
+    const auto* from = static_cast<const char*>(source);
+    auto* to = static_cast<char*>(target);
+    if (send[rank_].size() > 0)
+      std::memcpy(to + receive[rank_].begin * element_size, from + send[rank_].begin * element_size,
+                  send[rank_].size() * element_size);
+    // Pairs at growing distance, so that every rank sends one message and receives one at a time. Pieces of a pair meet
+    // in order; a rank waits only for pairs and pieces that come no later than its own, so nobody waits in a circle.
+    for (int step = 1; step < size_; ++step) {
+      const int next = (rank_ + step) % size_, previous = (rank_ + size_ - step) % size_;
+      exchange(from + send[next].begin * element_size, send[next].size() * element_size, next,
+               to + receive[previous].begin * element_size, receive[previous].size() * element_size, previous);
+    }
+  }
+
   void broadcast(void* data, int64_t bytes, int root) override {
     const WatchedCollective watched("broadcast", bytes);
     broadcast_bytes(static_cast<char*>(data), bytes, root);
@@ -155,6 +173,23 @@ class MpiCommunicator final : public Communicator {
     SHARDQ_MPI(MPI_Waitall(static_cast<int>(requests.size()), requests.data(), MPI_STATUSES_IGNORE));
     sum_in_rank_order(parts, size_, mine.size(), data + mine.begin);
     report_progress();
+  }
+
+  /// Sends to one rank while receiving from another, in pieces that fit an MPI count.
+  void exchange(const char* out, int64_t out_bytes, int target, char* in, int64_t in_bytes, int source) {
+    const int64_t piece = transfer_limits().message_bytes;
+    for (int64_t done = 0; done < std::max(out_bytes, in_bytes); done += piece) {
+      MPI_Request requests[2];
+      int count = 0;
+      if (done < in_bytes)
+        SHARDQ_MPI(MPI_Irecv(in + done, static_cast<int>(std::min(piece, in_bytes - done)), MPI_BYTE, source,
+                             kExchangeTag, comm_, &requests[count++]));
+      if (done < out_bytes)
+        SHARDQ_MPI(MPI_Isend(out + done, static_cast<int>(std::min(piece, out_bytes - done)), MPI_BYTE, target,
+                             kExchangeTag, comm_, &requests[count++]));
+      SHARDQ_MPI(MPI_Waitall(count, requests, MPI_STATUSES_IGNORE));
+      report_progress();
+    }
   }
 
   void gather_bytes(char* data, std::span<const Range> ranges, int64_t element_size) {

@@ -114,6 +114,22 @@ class NcclCommunicator final : public Communicator {
     });
   }
 
+  void all_to_all(const void* source, std::span<const Range> send, void* target, std::span<const Range> receive,
+                  int64_t element_size) override {
+    check_exchange(send, receive, size_, rank_);
+    const auto* from = static_cast<const char*>(source);
+    auto* to = static_cast<char*>(target);
+    enqueue("nccl all_to_all", element_size, [&] {  // how much each rank sends is its own affair
+      group([&] {
+        for (int r = 0; r < size_; ++r) {
+          const int64_t out = send[r].size() * element_size, in = receive[r].size() * element_size;
+          if (out > 0) SHARDQ_NCCL(ncclSend(from + send[r].begin * element_size, out, ncclInt8, r, comm_, stream_));
+          if (in > 0) SHARDQ_NCCL(ncclRecv(to + receive[r].begin * element_size, in, ncclInt8, r, comm_, stream_));
+        }
+      });
+    });
+  }
+
   void broadcast(void* data, int64_t bytes, int root) override {
     enqueue("nccl broadcast", bytes,
             [&] { SHARDQ_NCCL(ncclBroadcast(data, data, bytes, ncclInt8, root, comm_, stream_)); });

@@ -20,4 +20,13 @@ inline int64_t check_ranges(std::span<const Range> ranges, int ranks, const char
   return end;
 }
 
+/// Checks the two sides of an all-to-all: each as check_ranges, and what a rank sends itself is what it receives.
+inline void check_exchange(std::span<const Range> send, std::span<const Range> receive, int ranks, int rank) {
+  check_ranges(send, ranks, "all_to_all, send");
+  check_ranges(receive, ranks, "all_to_all, receive");
+  SHARDQ_CHECK(send[rank].size() == receive[rank].size(), ExitCode::internal,
+               "all_to_all: rank {} sends itself {} elements and expects {}", rank, send[rank].size(),
+               receive[rank].size());
+}
+
 }  // namespace shardq

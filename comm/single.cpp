@@ -1,3 +1,5 @@
+#include <cstring>
+
 #include "comm/communicator.hpp"
 #include "comm/ranges.hpp"
 #include "comm/transfer_limits.hpp"
@@ -18,6 +20,11 @@ class SingleCommunicator final : public Communicator {
     check_ranges(ranges, 1, "reduce_scatter_sum");
   }
   void all_gather(void*, std::span<const Range> ranges, int64_t) override { check_ranges(ranges, 1, "all_gather"); }
+  void all_to_all(const void* source, std::span<const Range> send, void* target, std::span<const Range> receive,
+                  int64_t element_size) override {
+    check_exchange(send, receive, 1, 0);
+    std::memcpy(target, source, send[0].size() * element_size);
+  }
   void broadcast(void*, int64_t, int root) override {
     SHARDQ_CHECK(root == 0, ExitCode::internal, "broadcast: expected root 0 of 1 rank, found {}", root);
   }

@@ -12,6 +12,7 @@
 #include <fstream>
 
 #include "comm/communicator.hpp"
+#include "exchange_pattern.hpp"
 
 namespace {
 using namespace shardq;
@@ -128,6 +129,17 @@ void test_ranges(Communicator& comm, cudaStream_t stream) {
   }
 }
 
+void test_all_to_all(Communicator& comm, cudaStream_t stream) {
+  for (const int64_t unit : {0, 1, 3000, 200'000}) {
+    const testing::ExchangePattern pattern{comm.size(), unit, 6};
+    DeviceCopy<uint8_t> source(pattern.sent(comm.rank()), stream);
+    const std::vector<uint8_t> expected = pattern.expected(comm.rank());
+    DeviceCopy<uint8_t> target(std::vector<uint8_t>(expected.size(), 0xee), stream);
+    comm.all_to_all(source.data(), pattern.send(comm.rank()), target.data(), pattern.receive(comm.rank()), 6);
+    expect(target.back() == expected, fmt::format("all_to_all, unit {}", unit));
+  }
+}
+
 void test_broadcast(Communicator& comm, cudaStream_t stream) {
   for (int root = 0; root < comm.size(); ++root) {
     DeviceCopy<float> floats(my_values(comm.rank(), 70'001), stream);
@@ -177,6 +189,7 @@ int main(int argc, char** argv) {
       if (!fault.empty()) go_wrong(fault, *comm, stream);
       test_all_reduce(*comm, stream);
       test_ranges(*comm, stream);
+      test_all_to_all(*comm, stream);
       test_broadcast(*comm, stream);
       test_order(*comm, stream);
       comm->barrier();

@@ -8,6 +8,7 @@
 
 #include "comm/communicator.hpp"
 #include "comm/transfer_limits.hpp"
+#include "exchange_pattern.hpp"
 
 namespace {
 using namespace shardq;
@@ -122,6 +123,19 @@ void test_all_gather(Communicator& comm) {
   }
 }
 
+void test_all_to_all(Communicator& comm) {
+  for (const int64_t element_size : {1, 2, 12}) {
+    for (const int64_t unit : {0, 1, 3000, 20'000}) {
+      const testing::ExchangePattern pattern{comm.size(), unit, element_size};
+      const std::vector<uint8_t> source = pattern.sent(comm.rank()), expected = pattern.expected(comm.rank());
+      std::vector<uint8_t> target(expected.size(), 0xee);
+      comm.all_to_all(source.data(), pattern.send(comm.rank()), target.data(), pattern.receive(comm.rank()),
+                      element_size);
+      expect(target == expected, fmt::format("all_to_all, unit {} x {} bytes", unit, element_size));
+    }
+  }
+}
+
 void test_broadcast(Communicator& comm) {
   for (int root = 0; root < comm.size(); ++root) {
     for (const int64_t bytes : {0, 1, 4097, 70'000}) {
@@ -186,6 +200,7 @@ void run_all(Communicator& comm) {
   test_all_reduce(comm);
   test_reduce_scatter(comm);
   test_all_gather(comm);
+  test_all_to_all(comm);
   test_broadcast(comm);
   comm.barrier();
 }

@@ -47,6 +47,20 @@ class ThreadRanks {
       }
       barrier();
     }
+    void all_to_all(const void* source, std::span<const Range> send, void* target, std::span<const Range> receive,
+                    int64_t element_size) override {
+      struct Side {
+        const char* data;
+        const Range* send;
+      } mine{static_cast<const char*>(source), send.data()};
+      meet(&mine);
+      for (int r = 0; r < size(); ++r) {
+        const Side& other = *static_cast<const Side*>(all_.pointers_[r]);
+        std::memcpy(static_cast<char*>(target) + receive[r].begin * element_size,
+                    other.data + other.send[rank_].begin * element_size, receive[r].size() * element_size);
+      }
+      barrier();
+    }
     void broadcast(void* data, int64_t bytes, int root) override {
       meet(data);
       if (rank_ != root) std::memcpy(data, all_.pointers_[root], bytes);
