@@ -25,42 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 
-SHAPES = {
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "attention_bias": False, "use_sliding_window": False,
-    },
-    "qwen3-235b-a22b": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096,
-        "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
-        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "attention_bias": False, "use_sliding_window": False,
-    },
-    "mixtral-8x7b": {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "vocab_size": 32000, "max_position_embeddings": 32768, "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-5, "sliding_window": None,
-    },
-    "llama-3-8b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-        "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-        "attention_bias": False, "mlp_bias": False,
-    },
-    "llama-3-70b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256,
-        "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-        "attention_bias": False, "mlp_bias": False,
-    },
-}  # fmt: skip
+from model_shapes import SHAPES
+
 COMMON = {"hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02, "tie_word_embeddings": False,
           "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

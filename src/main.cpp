@@ -83,19 +83,11 @@ int quantize(Communicator& host, RecipeFlags& flags) {
 int plan(Communicator& host, RecipeFlags& flags, bool json, int ranks) {
   Recipe recipe = flags.read();
   const Inputs inputs = check_inputs(recipe);
-  PlanMachine machine;
-  machine.ranks = ranks > 0 ? ranks : host.size();
-  machine.cuda = wants_cuda(recipe.device);
-  if (machine.cuda) {
-    // Rates of one H200 as bench/ measured them; a guess for other devices.
-    machine.gemm_rate = 600e12;
-    machine.gram_rate = 900e12;
-    machine.solve_rate = 25e12;
-    machine.wire_rate = 250e9;
-    machine.device_memory = cuda_device_count() > 0 ? make_cuda_backend(0)->memory().total : 0;
-  } else {
-    machine.device_memory = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE) / machine.ranks;
-  }
+  const int count = ranks > 0 ? ranks : host.size();
+  const bool cuda = wants_cuda(recipe.device);
+  const int64_t memory = cuda ? (cuda_device_count() > 0 ? make_cuda_backend(0)->memory().total : 0)
+                              : static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE) / count;
+  const PlanMachine machine = plan_machine(count, cuda, memory);
   const Plan plan = make_plan(recipe, inputs, machine);
   if (host.rank() == 0) fmt::print("{}\n", json ? plan_json(plan) : readable_plan(plan));
   return 0;

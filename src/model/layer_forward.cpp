@@ -28,8 +28,8 @@ void check_step(const ChunkState& chunk, std::optional<Tap> before, Tap step) {
 }  // namespace
 
 LayerForward::LayerForward(Backend& backend, const ModelSpec& spec, const LayerSpec& layer, const LayerWeights& weights,
-                           const RopeTable& rope, DType compute)
-    : backend_(backend), spec_(spec), layer_(layer), weights_(weights), compute_(compute) {
+                           const RopeTable& rope, DType compute, ExpertExchange* exchange)
+    : backend_(backend), spec_(spec), layer_(layer), weights_(weights), compute_(compute), exchange_(exchange) {
   const int64_t half = spec.head_dim / 2;
   rope_length_ = static_cast<int64_t>(rope.cosine.size()) / half;
   cosine_ = Tensor(backend, DType::f32, {rope_length_, half}, "rope cosine");
@@ -69,6 +69,23 @@ void LayerForward::run_linear(Tap tap, MatrixView x, const std::vector<int64_t>&
     backend_.linear(x, weight.stack()[0], bias ? bias.data() : nullptr, y, accumulate);
   else
     backend_.linear_stack(x, weight.stack(), offsets, y);
+}
+
+namespace {
+/// Part `offsets` of stacked rows as an input of its own, offsets from 0.
+TapInput part_of(MatrixView rows, const std::vector<int64_t>& offsets) {
+  TapInput part{rows.row_range(offsets.front(), offsets.back()), offsets};
+  for (int64_t& offset : part.offsets) offset -= offsets.front();
+  return part;
+}
+}  // namespace
+
+void LayerForward::run_owned(Tap tap, const OwnedRows& owned, MatrixView x, MatrixView y) {
+  for (const std::vector<int64_t>& offsets : owned.offsets) {
+    const TapInput part = part_of(x, offsets);
+    backend_.linear_stack(part.x, weights_.taps[static_cast<int>(tap)].stack(), part.offsets,
+                          y.row_range(offsets.front(), offsets.back()));
+  }
 }
 
 TapInput LayerForward::to_qkv(ChunkState& chunk) {
@@ -154,36 +171,64 @@ TapInput LayerForward::to_gate_up(ChunkState& chunk) {
     chunk.offsets = {0, tokens};
     chunk.at = Tap::gate_up;
   }
-  return gate_up_input(chunk);
+  if (!exchanged(Tap::gate_up)) return gate_up_input(chunk);
+  if (chunk.owned.offsets.empty()) {
+    const TapInput input = gate_up_input(chunk);
+    chunk.owned = exchange_->dispatch(backend_, input.x, input.offsets);
+  }
+  const MatrixView rows = chunk.owned.rows.matrix();
+  return {rows, {0, rows.rows}};
 }
 
 TapInput LayerForward::to_down(ChunkState& chunk) {
   check_step(chunk, Tap::gate_up, Tap::down);
   if (chunk.at == Tap::gate_up) {
-    const TapInput input = gate_up_input(chunk);
+    const bool away = exchanged(Tap::gate_up);
+    const TapInput input = away ? to_gate_up(chunk) : gate_up_input(chunk);
     const int64_t inner = spec_.tap_shape(layer_, Tap::down).cols;
     const Tensor both(backend_, compute_, {input.x.rows, 2 * inner}, "gate and up");
-    run_linear(Tap::gate_up, input.x, input.offsets, both.matrix(), false);
+    if (away)
+      run_owned(Tap::gate_up, chunk.owned, input.x, both.matrix());
+    else
+      run_linear(Tap::gate_up, input.x, input.offsets, both.matrix(), false);
+    chunk.owned.rows = Tensor();
     chunk.tap = Tensor(backend_, compute_, {input.x.rows, inner}, "input of down");
     backend_.silu_mul(both.matrix().col_range(0, inner), both.matrix().col_range(inner, 2 * inner), chunk.tap.matrix());
     chunk.at = Tap::down;
   }
+  if (exchanged(Tap::down)) return {chunk.tap.matrix(), {0, chunk.tap.shape()[0]}};
   return {chunk.tap.matrix(), chunk.offsets};
 }
 
 void LayerForward::finish(ChunkState& chunk) {
   check_step(chunk, Tap::down, Tap::down);
   if (layer_.moe) {
-    const Tensor out(backend_, compute_, {chunk.tap.shape()[0], spec_.hidden}, "output of experts");
-    run_linear(Tap::down, chunk.tap.matrix(), chunk.offsets, out.matrix(), false);
+    Tensor out(backend_, compute_, {chunk.tap.shape()[0], spec_.hidden}, "output of experts");
+    if (exchanged(Tap::down)) {
+      run_owned(Tap::down, chunk.owned, chunk.tap.matrix(), out.matrix());
+      Tensor back(backend_, compute_, {chunk.offsets.back(), spec_.hidden}, "output of experts, returned");
+      exchange_->combine(backend_, out.matrix(), chunk.owned.offsets, chunk.offsets, back.matrix());
+      out = std::move(back);
+    } else {
+      run_linear(Tap::down, chunk.tap.matrix(), chunk.offsets, out.matrix(), false);
+    }
     backend_.combine_rows(out.matrix(), chunk.place.as<int32_t>(), chunk.route_weights.as<float>(), spec_.top_k,
                           chunk.hidden.matrix());
   } else {
     run_linear(Tap::down, chunk.tap.matrix(), chunk.offsets, chunk.hidden.matrix(), true);
   }
   for (Tensor* spent : {&chunk.tap, &chunk.order, &chunk.place, &chunk.route_weights}) *spent = Tensor();
+  chunk.owned = {};
   chunk.offsets.clear();
   chunk.at.reset();
+}
+
+std::vector<TapInput> LayerForward::inputs(Tap tap, ChunkState& chunk) {
+  TapInput whole = to(tap, chunk);
+  if (!exchanged(tap)) return {std::move(whole)};
+  std::vector<TapInput> parts;
+  for (const std::vector<int64_t>& offsets : chunk.owned.offsets) parts.push_back(part_of(whole.x, offsets));
+  return parts;
 }
 
 TapInput LayerForward::to(Tap tap, ChunkState& chunk) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/backend.hpp"
+#include "model/expert_exchange.hpp"
 #include "model/model_spec.hpp"
 
 namespace shardq {
@@ -15,6 +16,7 @@ struct LayerWeights {
   std::array<Tensor, 4> taps;  ///< by Tap; qkv and o are stacks of one; gate_up [count, 2 * intermediate, hidden]: gate
                                ///< rows, then up rows
   std::array<Tensor, 4> biases;  ///< [rows] or empty (dense taps only)
+  Range experts;                 ///< which experts the gate_up and down stacks hold; {0, 0} in dense layers
   Tensor input_norm, post_attention_norm, q_norm, k_norm, router;
 };
 
@@ -25,7 +27,8 @@ struct ChunkState {
   Tensor tap;                   ///< input of the tap just reached, kept where recomputing it would be dear (o, down)
   Tensor order, place, route_weights;  ///< MoE routing of this chunk
   std::vector<int64_t> offsets;  ///< rows of each expert in the tap input, count + 1 values ({0, tokens} for dense)
-  std::optional<Tap> at;         ///< the tap whose input was reached last; empty between layers
+  OwnedRows owned;  ///< under expert parallelism: inputs of gate/up of own experts, of all ranks' tokens of this chunk
+  std::optional<Tap> at;  ///< the tap whose input was reached last; empty between layers
 };
 
 /// Input of a tap for one chunk, in expert order for MoE; valid until the next call for this chunk.
@@ -39,10 +42,14 @@ struct TapInput {
 /// `weights` holds now, and ends at X's input. Called again for a chunk that is already there, it gives the same input
 /// without running anything twice. Requires: `spec`, `layer` and `weights` outlive the object; steps in order
 /// (Error(internal) otherwise). Source: transformers modeling_{llama,mistral,qwen2,qwen3,mixtral,qwen3_moe}.py.
+///
+/// With `exchange`, a routed layer's gate/up and down stacks hold the own experts only, and their inputs are those of
+/// every rank's tokens: reaching gate_up and finishing are then collectives, for which chunks without tokens stand in
+/// on ranks that have fewer.
 class LayerForward {
  public:
   LayerForward(Backend& backend, const ModelSpec& spec, const LayerSpec& layer, const LayerWeights& weights,
-               const RopeTable& rope, DType compute);
+               const RopeTable& rope, DType compute, ExpertExchange* exchange = nullptr);
 
   /// hidden -> input of q/k/v.
   TapInput to_qkv(ChunkState& chunk);
@@ -56,6 +63,8 @@ class LayerForward {
   void finish(ChunkState& chunk);
   /// The tap's input by name; calls one of the above.
   TapInput to(Tap tap, ChunkState& chunk);
+  /// The same in parts that were routed together: one, or under expert parallelism one a rank that sent rows.
+  std::vector<TapInput> inputs(Tap tap, ChunkState& chunk);
   /// For `experts: all`: the input of the router and of every expert's gate/up, one row a token.  Requires: the chunk
   /// is at gate_up.
   MatrixView mlp_input(ChunkState& chunk);
@@ -69,12 +78,16 @@ class LayerForward {
   TapInput gate_up_input(ChunkState& chunk);
   const int32_t* positions(const ChunkState& chunk);
   void run_linear(Tap tap, MatrixView x, const std::vector<int64_t>& offsets, MatrixView y, bool accumulate);
+  /// Own experts' rows part by part: a matrix product must not depend on how many ranks there are.
+  void run_owned(Tap tap, const OwnedRows& owned, MatrixView x, MatrixView y);
+  bool exchanged(Tap tap) const { return exchange_ && layer_.moe && (tap == Tap::gate_up || tap == Tap::down); }
 
   Backend& backend_;
   const ModelSpec& spec_;
   const LayerSpec& layer_;
   const LayerWeights& weights_;
   DType compute_;
+  ExpertExchange* exchange_;
   Tensor cosine_, sine_;
   int64_t rope_length_ = 0;
   std::vector<int64_t> positions_starts_;  ///< the sequences that positions_ was made for

@@ -24,13 +24,27 @@ struct Job {
   const TokenSet& tokens;
   Selection selection;
   DType compute = DType::bf16;
-  std::vector<Range> shares;  ///< samples of each rank, contiguous, in rank order
-  std::vector<Range> chunks;  ///< of all ranks, ranges of samples
-  bool reproducible = false;  ///< order-free Hessian sums
-  int64_t most_chunks = 0;    ///< chunks of the rank that has most: every rank makes as many safe points
-  PhaseSeconds seconds;       ///< of this rank
+  std::vector<Range> shares;                       ///< samples of each rank, contiguous, in rank order
+  std::vector<Range> chunks;                       ///< of all ranks, ranges of samples
+  ReducePlan reduce = ReducePlan::reduce_scatter;  ///< resolved, never auto
+  ReadPlan read = ReadPlan::all;                   ///< resolved, never auto
+  int64_t device_memory = 0;                       ///< bytes, of the rank that has least
+  bool reproducible = false;                       ///< order-free Hessian sums
+  int64_t most_chunks = 0;  ///< chunks of the rank that has most: every rank makes as many safe points
+  PhaseSeconds seconds;     ///< of this rank
 
   Range my_samples() const { return shares[host.rank()]; }
+  /// Experts live on owners, and tokens come to them.
+  bool expert_parallel() const { return reduce == ReducePlan::all_to_all && host.size() > 1; }
+  /// This tap's matrices belong to ranks: weights, inputs and Hessians here are those of own_matrices.
+  bool owned(const LayerSpec& layer, Tap tap) const {
+    return expert_parallel() && layer.moe && (tap == Tap::gate_up || tap == Tap::down);
+  }
+  /// The matrices of a tap whose weights are on this rank.
+  Range own_matrices(const LayerSpec& layer, Tap tap) const {
+    const int64_t count = spec.tap_shape(layer, tap).count;
+    return owned(layer, tap) ? part(count, host.size(), host.rank()) : Range{0, count};
+  }
 };
 
 /// Chunks: ranges of consecutive whole samples of at most `chunk_tokens` tokens (a longer sample is a chunk of its

@@ -22,44 +22,87 @@ int64_t packed_bytes(const LinearSpec& linear, const QuantScheme& scheme) {
   return bytes;
 }
 
+bool is_expert(const LayerSpec& layer, Tap tap) {
+  return layer.moe && (tap == Tap::gate_up || tap == Tap::down);
+}
+
+bool tokens_can_travel(const Recipe& recipe, const Inputs& inputs, int ranks) {
+  if (ranks < 2 || recipe.experts != ExpertTokens::routed || recipe.scheme.method == Method::rtn) return false;
+  return inputs.spec.experts >= ranks && std::ranges::any_of(inputs.spec.layer, [&](const LayerSpec& layer) {
+           return layer.moe && (inputs.selection.any(layer, Tap::gate_up) || inputs.selection.any(layer, Tap::down));
+         });
+}
+
+/// Matrices of a tap whose weights and Hessians are on the rank that has most.
+int64_t matrices_here(const LayerSpec& layer, Tap tap, int64_t count, ReducePlan reduce, int ranks) {
+  return reduce == ReducePlan::all_to_all && is_expert(layer, tap) ? part(count, ranks, 0).size() : count;
+}
+
+int64_t wave_count(const Recipe& recipe, const PlanMachine& machine, int64_t matrices, int64_t cols) {
+  const int64_t budget = hessian_budget(recipe, machine.device_memory > 0 ? machine.device_memory : INT64_MAX);
+  return static_cast<int64_t>(split_waves(matrices, cols, budget).size());
+}
+
 PlanLayer plan_layer(const Recipe& recipe, const Inputs& inputs, const LayerSpec& layer, const PlanMachine& machine,
-                     double tokens) {
+                     double tokens, ReducePlan reduce) {
   const ModelSpec& spec = inputs.spec;
   PlanLayer out;
   out.kind = layer.moe ? "moe" : "dense";
   out.count = 1;
   const double length = tokens > 0 ? tokens / static_cast<double>(inputs.tokens->size()) : 0;
   out.forward_flops = tokens > 0 ? tokens * forward_flops_per_token(spec, layer, length) : 0;
-  const double ranks = machine.ranks, sent = ranks > 1 ? 2.0 * (ranks - 1) / ranks : 0.0;
+  const double ranks = machine.ranks, others = (ranks - 1) / ranks;  // the share that is not one's own
+  const double element = static_cast<double>(size_of(inputs.compute));
   for (Tap tap : kTaps) {
-    if (!inputs.selection.any(layer, tap)) continue;
     const auto shape = spec.tap_shape(layer, tap);
     const double n = static_cast<double>(shape.cols), count = static_cast<double>(shape.count);
-    out.weight_bytes += shape.count * shape.rows * shape.cols * size_of(inputs.compute);
-    const int64_t hessian = shape.count * shape.cols * shape.cols * 4;
-    const int64_t budget = hessian_budget(recipe, machine.device_memory > 0 ? machine.device_memory : INT64_MAX);
-    const auto waves = split_waves(shape.count, shape.cols, budget);
-    out.wave_count = std::max<int64_t>(out.wave_count, static_cast<int64_t>(waves.size()));
-    out.hessian_bytes = std::max(out.hessian_bytes, hessian / static_cast<int64_t>(waves.size()));
-    const bool expert = layer.moe && (tap == Tap::gate_up || tap == Tap::down);
+    const double weights = count * static_cast<double>(shape.rows) * n * element;
+    const bool expert = is_expert(layer, tap);
+    const int64_t here = matrices_here(layer, tap, shape.count, reduce, machine.ranks);
+    out.weight_bytes += here * shape.rows * shape.cols * size_of(inputs.compute);
+    out.sent_weights += static_cast<int64_t>(weights * others);
+    if (!expert) out.sent_weights_owned += static_cast<int64_t>(weights * others);
+    if (!inputs.selection.any(layer, tap)) continue;
+    const int64_t waves = wave_count(recipe, machine, here, shape.cols);
+    out.wave_count = std::max(out.wave_count, waves);
+    out.hessian_bytes = std::max(out.hessian_bytes, here * shape.cols * shape.cols * 4 / waves);
     const bool all = recipe.experts == ExpertTokens::all;
     const double rows = tokens * (!expert ? 1.0
                                   : all   ? (tap == Tap::gate_up ? 1.0 : count)
                                           : static_cast<double>(spec.top_k));
-    out.hessian_flops += 2 * rows * n * n * (waves.size() > 1 && expert ? 2.0 : 1.0);
+    out.hessian_flops += 2 * rows * n * n * (waves > 1 && expert ? 2.0 : 1.0);
     out.solve_flops += count * (n * n * n / 3 + static_cast<double>(shape.rows) * n * n);
     const double triangle = count * n * (n + 1) / 2 * 4;
-    out.sent_all_reduce += static_cast<int64_t>(triangle * sent);
-    out.sent_reduce_scatter += static_cast<int64_t>(triangle * (expert ? sent / 2 : sent));
+    out.sent_all_reduce += static_cast<int64_t>(2 * triangle * others);
+    out.sent_reduce_scatter += static_cast<int64_t>(triangle * others * (expert ? 1 : 2));
+    if (!expert) out.sent_all_to_all += static_cast<int64_t>(2 * triangle * others);
+    out.sent_codes += static_cast<int64_t>(count * static_cast<double>(shape.rows) * n * others);
   }
-  if (recipe.scheme.method == Method::rtn)
-    out.forward_flops = out.hessian_flops = out.solve_flops = 0, out.hessian_bytes = 0;
+  // Inputs of gate/up to the owners, outputs of down back: one row a token and chosen expert each way.
+  if (layer.moe)
+    out.sent_all_to_all += static_cast<int64_t>(2 * tokens / ranks * static_cast<double>(spec.top_k) *
+                                                static_cast<double>(spec.hidden) * element * others);
+  if (recipe.scheme.method == Method::rtn) {
+    out.forward_flops = out.hessian_flops = out.solve_flops = 0;
+    out.hessian_bytes = out.sent_all_reduce = out.sent_reduce_scatter = out.sent_all_to_all = 0;
+  }
   return out;
+}
+
+int64_t sent_for_hessians(const PlanLayer& layer, ReducePlan reduce) {
+  return reduce == ReducePlan::all_reduce   ? layer.sent_all_reduce
+         : reduce == ReducePlan::all_to_all ? layer.sent_all_to_all
+                                            : layer.sent_reduce_scatter;
+}
+
+int64_t sent_for_weights(const PlanLayer& layer, ReducePlan reduce, ReadPlan read) {
+  if (read != ReadPlan::share) return 0;
+  return reduce == ReducePlan::all_to_all ? layer.sent_weights_owned : layer.sent_weights;
 }
 
 /// Raises the plan's peak to what a rank holds while it accumulates and then solves one tap.
 void raise_to_tap(Plan& plan, const Recipe& recipe, const Inputs& inputs, const LayerSpec& layer, Tap tap,
-                  const PlanMachine& machine, int64_t my_tokens) {
+                  const PlanMachine& machine, int64_t my_tokens, ReducePlan reduce) {
   const ModelSpec& spec = inputs.spec;
   const auto shape = [&](Tap t) { return spec.tap_shape(layer, t); };
   const auto s = shape(tap);
@@ -70,26 +113,28 @@ void raise_to_tap(Plan& plan, const Recipe& recipe, const Inputs& inputs, const 
   // What is kept from tap to tap: the attention output until o has run, then the input of down; and a chunk's
   // temporaries on the way there.
   int64_t kept_before = 0, kept_after = 0, scratch = chunk * spec.hidden * element;
+  const bool owned = reduce == ReducePlan::all_to_all && is_expert(layer, tap);
   if (tap == Tap::o) {
     kept_after = attention;
     scratch += chunk * shape(Tap::qkv).rows * element;
   } else if (tap == Tap::gate_up) {
     kept_before = attention;
     if (layer.moe) scratch += chunk * copies * spec.hidden * element;
+    // Rows that have come to their owner wait there for gate/up: about as many as this rank has sent.
+    if (owned) kept_after += my_tokens * copies * spec.hidden * element;
   } else if (tap == Tap::down) {
+    if (owned) kept_before = my_tokens * copies * spec.hidden * element;
     kept_after = experts;
     scratch += chunk * copies * (shape(Tap::gate_up).rows + (layer.moe ? spec.hidden : 0)) * element;
   }
   const int64_t routing = layer.moe && (tap == Tap::gate_up || tap == Tap::down) ? my_tokens * copies * 12 : 0;
-  const int64_t waves = static_cast<int64_t>(
-      split_waves(s.count, s.cols,
-                  hessian_budget(recipe, machine.device_memory > 0 ? machine.device_memory : INT64_MAX))
-          .size());
+  const int64_t here = matrices_here(layer, tap, s.count, reduce, machine.ranks);
+  const int64_t waves = wave_count(recipe, machine, here, s.cols);
   const bool rtn = recipe.scheme.method == Method::rtn;
-  const int64_t hessian = rtn ? 0 : s.count * s.cols * s.cols * 4 / waves;
+  const int64_t hessian = rtn ? 0 : here * s.cols * s.cols * 4 / waves;
   // Order-free sums: a chunk's triangles and two integers for each of their elements.
   const bool reproducible = recipe.reproducible == "true" || (recipe.reproducible == "auto" && !machine.cuda);
-  if (reproducible && !rtn) scratch += s.count / waves * (s.cols * (s.cols + 1) / 2) * 20;
+  if (reproducible && !rtn) scratch += here / waves * (s.cols * (s.cols + 1) / 2) * 20;
   // Residuals and codes of this rank's share (under an activation order a second time, with the weights), codes of all,
   // the factor beside the Hessian.
   const int64_t own_rows = (s.count * s.rows / waves + machine.ranks - 1) / machine.ranks;
@@ -117,12 +162,75 @@ std::string loads_at(const std::string& what, int64_t cols, int64_t group) {
 
 }  // namespace
 
+PlanMachine plan_machine(int ranks, bool cuda, int64_t device_memory) {
+  PlanMachine machine;
+  machine.ranks = ranks;
+  machine.cuda = cuda;
+  machine.device_memory = device_memory;
+  if (!cuda) return machine;
+  machine.gemm_rate = 600e12;
+  machine.gram_rate = 900e12;
+  machine.solve_rate = 25e12;
+  machine.wire_rate = 250e9;
+  return machine;
+}
+
+std::string to_string(ReducePlan plan) {
+  switch (plan) {
+    case ReducePlan::auto_:
+      return "auto";
+    case ReducePlan::all_reduce:
+      return "all_reduce";
+    case ReducePlan::reduce_scatter:
+      return "reduce_scatter";
+    case ReducePlan::all_to_all:
+      return "all_to_all";
+  }
+  fail(ExitCode::internal, "no such plan");
+}
+
+ReadPlan choose_read(const Recipe& recipe, const PlanMachine& machine) {
+  if (machine.ranks == 1) return ReadPlan::all;
+  if (recipe.read != ReadPlan::auto_) return recipe.read;
+  return machine.cuda ? ReadPlan::share : ReadPlan::all;
+}
+
+ReducePlan choose_reduce(const Recipe& recipe, const Inputs& inputs, const PlanMachine& machine) {
+  if (recipe.reduce == ReducePlan::all_to_all) {
+    SHARDQ_CHECK(
+        recipe.experts == ExpertTokens::routed, ExitCode::usage,
+        "parallel.reduce: all_to_all sends tokens to the experts they are routed to; with calibration.experts: "
+        "all every expert sees every token");
+    return recipe.reduce;
+  }
+  if (recipe.reduce != ReducePlan::auto_) return recipe.reduce;
+  if (!tokens_can_travel(recipe, inputs, machine.ranks)) return ReducePlan::reduce_scatter;
+  const ReadPlan read = choose_read(recipe, machine);
+  const auto seconds = [&](ReducePlan reduce) {
+    double sum = 0;
+    for (const LayerSpec& layer : inputs.spec.layer) {
+      const PlanLayer one =
+          plan_layer(recipe, inputs, layer, machine, static_cast<double>(inputs.tokens->tokens()), reduce);
+      sum +=
+          static_cast<double>(sent_for_hessians(one, reduce) + sent_for_weights(one, reduce, read)) / machine.wire_rate;
+      sum += static_cast<double>(one.wave_count - 1) * one.forward_flops / machine.ranks / machine.gemm_rate;
+      sum += one.hessian_flops / machine.ranks / machine.gram_rate;  // doubled already where the pool takes a pass
+    }
+    return sum;
+  };
+  return seconds(ReducePlan::all_to_all) < seconds(ReducePlan::reduce_scatter) ? ReducePlan::all_to_all
+                                                                               : ReducePlan::reduce_scatter;
+}
+
 Plan make_plan(const Recipe& recipe, const Inputs& inputs, const PlanMachine& machine) {
   const ModelSpec& spec = inputs.spec;
   Plan plan;
   plan.model_type = spec.model_type;
   plan.scheme = recipe.scheme.name;
-  plan.reduce = recipe.reduce == ReducePlan::all_reduce ? "all_reduce" : "reduce_scatter";
+  const ReducePlan reduce = choose_reduce(recipe, inputs, machine);
+  const ReadPlan read = choose_read(recipe, machine);
+  plan.reduce = to_string(reduce);
+  plan.read = read == ReadPlan::share ? "share" : "all";
   plan.ranks = machine.ranks;
   plan.samples = inputs.tokens->size();
   plan.tokens = inputs.tokens->tokens();
@@ -154,12 +262,11 @@ Plan make_plan(const Recipe& recipe, const Inputs& inputs, const PlanMachine& ma
   double forward = 0, hessian = 0, solve = 0, sent = 0;
   int64_t codes = 0;
   for (const LayerSpec& layer : spec.layer) {
-    const PlanLayer one = plan_layer(recipe, inputs, layer, machine, static_cast<double>(plan.tokens));
+    const PlanLayer one = plan_layer(recipe, inputs, layer, machine, static_cast<double>(plan.tokens), reduce);
     forward += one.forward_flops;
     hessian += one.hessian_flops;
     solve += one.solve_flops;
-    sent +=
-        static_cast<double>(recipe.reduce == ReducePlan::all_reduce ? one.sent_all_reduce : one.sent_reduce_scatter);
+    sent += static_cast<double>(sent_for_hessians(one, reduce) + sent_for_weights(one, reduce, read) + one.sent_codes);
     plan.weight_bytes = std::max(plan.weight_bytes, one.weight_bytes);
     plan.hessian_bytes = std::max(plan.hessian_bytes, one.hessian_bytes);
     auto same = std::ranges::find_if(
@@ -175,7 +282,7 @@ Plan make_plan(const Recipe& recipe, const Inputs& inputs, const PlanMachine& ma
       codes += linear.rows * linear.cols;
     }
     plan.hidden_bytes = my_tokens * spec.hidden * size_of(inputs.compute);
-    for (Tap tap : kTaps) raise_to_tap(plan, recipe, inputs, layer, tap, machine, my_tokens);
+    for (Tap tap : kTaps) raise_to_tap(plan, recipe, inputs, layer, tap, machine, my_tokens, reduce);
   }
   plan.stage_bytes = codes / std::max<int64_t>(1, spec.layers) +
                      plan.tokens * spec.hidden * size_of(inputs.compute) * (recipe.keep_last + 1);
@@ -228,9 +335,15 @@ std::string readable_plan(const Plan& p) {
   t += fmt::format("memory/rank  {}: hidden {}, kept activations {}, layer {}, Hessians {}, solve {}, chunk {}\n",
                    gb(p.peak_bytes), gb(p.hidden_bytes), gb(p.kept_bytes), gb(p.weight_bytes), gb(p.hessian_bytes),
                    gb(p.solve_bytes), gb(p.scratch_bytes));
-  if (p.ranks > 1 && !p.layers.empty())
-    t += fmt::format("wire         a rank sends {} a layer by reduce_scatter, {} by all_reduce (chosen: {})\n",
-                     gb(p.layers.back().sent_reduce_scatter), gb(p.layers.back().sent_all_reduce), p.reduce);
+  if (p.ranks > 1)
+    for (const PlanLayer& l : p.layers)
+      t += fmt::format(
+          "wire         a rank sends, in a {} layer: Hessians {} by reduce_scatter, {} by all_reduce{} (chosen: {}); "
+          "weights {}; codes {}\n",
+          l.kind, gb(l.sent_reduce_scatter), gb(l.sent_all_reduce),
+          l.kind == "moe" ? fmt::format(", {} by all_to_all of tokens", gb(l.sent_all_to_all)) : "", p.reduce,
+          p.read == "share" ? gb(p.reduce == "all_to_all" ? l.sent_weights_owned : l.sent_weights) : "none",
+          gb(l.sent_codes));
   t += fmt::format("disk         reads {}, writes {} and up to {} of stages; {} free\n", gb(p.input_bytes),
                    gb(p.output_bytes), gb(p.stage_bytes), gb(p.disk_free));
   t += fmt::format("time (guess) {}: forward {}, Hessians {}, solve {}, disk {}, wire {}\n",
@@ -255,11 +368,16 @@ std::string plan_json(const Plan& p) {
                       {"hessian_flops", l.hessian_flops},
                       {"solve_flops", l.solve_flops},
                       {"sent_all_reduce", l.sent_all_reduce},
-                      {"sent_reduce_scatter", l.sent_reduce_scatter}});
+                      {"sent_reduce_scatter", l.sent_reduce_scatter},
+                      {"sent_all_to_all", l.sent_all_to_all},
+                      {"sent_weights", l.sent_weights},
+                      {"sent_weights_owned", l.sent_weights_owned},
+                      {"sent_codes", l.sent_codes}});
   return Json{{"model_type", p.model_type},
               {"scheme", p.scheme},
               {"ranks", p.ranks},
               {"reduce", p.reduce},
+              {"read", p.read},
               {"parameters", p.parameters},
               {"quantized_linears", p.quantized_linears},
               {"ignored_linears", p.ignored_linears},

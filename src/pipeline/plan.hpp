@@ -16,8 +16,12 @@ struct PlanMachine {
   double gram_rate = 60e9;    ///< FLOP/s a rank counted as 2 T n^2
   double solve_rate = 40e9;   ///< FLOP/s a rank of factorisation and updates
   double disk_rate = 0.5e9;   ///< bytes/s of the node
-  double wire_rate = 2e9;     ///< bytes/s a rank sends in a reduction
+  double wire_rate = 2e9;     ///< bytes/s a rank sends in a collective
 };
+
+/// Rates of one H200 as bench/ measured them (a guess for other devices), or of two CPU cores. device_memory: bytes a
+/// rank may use, 0 where unknown.
+PlanMachine plan_machine(int ranks, bool cuda, int64_t device_memory);
 
 /// Memory and work of one kind of layer (layers alike are merged).
 struct PlanLayer {
@@ -25,11 +29,23 @@ struct PlanLayer {
   int64_t count = 0;
   int64_t weight_bytes = 0, hessian_bytes = 0, wave_count = 1;
   double forward_flops = 0, hessian_flops = 0, solve_flops = 0;  ///< one layer, all ranks together
-  int64_t sent_all_reduce = 0, sent_reduce_scatter = 0;          ///< bytes a rank sends per layer
+  /// Bytes a rank sends per layer for Hessians or tokens, by plan; and to share out weights and codes, whatever the
+  /// plan. All are 0 on one rank.
+  int64_t sent_all_reduce = 0, sent_reduce_scatter = 0, sent_all_to_all = 0;
+  int64_t sent_weights = 0, sent_weights_owned = 0;  ///< read: share; the same when experts stay with their owners
+  int64_t sent_codes = 0;
 };
 
+/// The recipe's plan, or where it says auto the one that costs least: bytes sent at the wire's rate, and every walk
+/// over the chunks that the memory budget forces at the forward pass's and the Hessian's. Tokens go to owners only
+/// where routed experts are quantized and every rank can own one.
+ReducePlan choose_reduce(const Recipe& recipe, const Inputs& inputs, const PlanMachine& machine);
+/// The recipe's way of reading, or where it says auto: share on several GPUs.
+ReadPlan choose_read(const Recipe& recipe, const PlanMachine& machine);
+std::string to_string(ReducePlan plan);
+
 struct Plan {
-  std::string model_type, scheme, reduce;
+  std::string model_type, scheme, reduce, read;
   int64_t parameters = 0, quantized_linears = 0, ignored_linears = 0;
   int64_t samples = 0, tokens = 0, longest = 0, chunk_tokens = 0;
   int ranks = 1;

@@ -59,11 +59,12 @@ DType compute_dtype(const Recipe& recipe, const ModelSpec& spec) {
 void check_scheme(const QuantScheme& scheme, const ModelSpec& spec, const Selection& selection) {
   SHARDQ_CHECK(scheme.group_size == -1 || scheme.group_size >= 1, ExitCode::usage,
                "quantization.group_size: expected -1 (per channel) or a positive number, found {}", scheme.group_size);
-  SHARDQ_CHECK(scheme.grid.symmetric || (scheme.grid.bits == 4 || scheme.grid.bits == 8 || scheme.grid.bits == 2),
-               ExitCode::usage,
-               "asymmetric {}-bit weights: readers of pack-quantized take packed zero points of 2, 4 or 8 bits only; choose "
-               "quantization.symmetric: true or another num_bits",
-               scheme.grid.bits);
+  SHARDQ_CHECK(
+      scheme.grid.symmetric || (scheme.grid.bits == 4 || scheme.grid.bits == 8 || scheme.grid.bits == 2),
+      ExitCode::usage,
+      "asymmetric {}-bit weights: readers of pack-quantized take packed zero points of 2, 4 or 8 bits only; choose "
+      "quantization.symmetric: true or another num_bits",
+      scheme.grid.bits);
   if (scheme.group_size < 0) return;
   std::vector<std::string> bad;
   std::set<std::string> kinds;

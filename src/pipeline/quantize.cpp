@@ -11,8 +11,10 @@
 #include "io/stage_store.hpp"
 #include "model/layer_reader.hpp"
 #include "pipeline/layer_output.hpp"
+#include "pipeline/plan.hpp"
 #include "pipeline/preflight.hpp"
 #include "pipeline/progress.hpp"
+#include "pipeline/rank_exchange.hpp"
 #include "pipeline/report.hpp"
 #include "pipeline/tap_stage.hpp"
 
@@ -85,6 +87,9 @@ void Run::start_chunks() {
         chunk.starts.push_back(chunk.starts.back() + static_cast<int64_t>(job_.tokens[s].size()));
     }
   job_.most_chunks = *std::ranges::max_element(counts);
+  // With owners every chunk is a meeting of all ranks: those that have fewer bring empty ones.
+  while (job_.expert_parallel() && static_cast<int64_t>(chunks_.size()) < job_.most_chunks)
+    chunks_.emplace_back().starts = {0};
 }
 
 /// The layer whose input is at hand after a restart: the last stored hidden states, or the embedding.
@@ -161,7 +166,7 @@ TapResult Run::solve_or_load(TapSolver& solver, LayerForward* forward, const Lay
   }
   TapResult result;
   if (rtn())
-    result = solver.round(weights);
+    result = solver.round(tap, weights);
   else if (!ahead.empty())
     result = solver.solve_accumulated(tap, std::move(ahead[static_cast<size_t>(tap)]), weights);
   else
@@ -186,19 +191,21 @@ void Run::apply(const LayerSpec& layer, Tap tap, const TapResult& result, Tensor
   bool all = true;
   for (size_t i = 0; i < layer.linears.size(); ++i)
     all = all && (layer.linears[i].tap != tap || job_.selection.quantized[layer.index][i]);
-  const auto zeros_at = [&](int64_t row) { return result.zeros ? result.zeros.as<int8_t>() + row * groups : nullptr; };
-  if (all) {
-    job_.backend.dequantize(result.codes.as<int8_t>(), result.scales.as<float>(), zeros_at(0), group, scheme.grid,
-                            stack);
-    return;
-  }
+  const Range own = job_.own_matrices(layer, tap);
+  /// Matrices or rows of `target` from row `row` of the result.
+  const auto apply_rows = [&](int64_t row, const StackView& target) {
+    job_.backend.dequantize(result.codes.as<int8_t>() + row * stack.cols, result.scales.as<float>() + row * groups,
+                            result.zeros ? result.zeros.as<int8_t>() + row * groups : nullptr, group, scheme.grid,
+                            target);
+  };
+  if (all) return apply_rows(own.begin * stack.rows, stack);
   for (size_t i = 0; i < layer.linears.size(); ++i) {
     const LinearSpec& linear = layer.linears[i];
-    if (linear.tap != tap || !job_.selection.quantized[layer.index][i]) continue;
-    const int64_t matrix = std::max<int64_t>(linear.expert, 0), row = matrix * stack.rows + linear.row_offset;
-    job_.backend.dequantize(result.codes.as<int8_t>() + row * stack.cols, result.scales.as<float>() + row * groups,
-                            zeros_at(row), group, scheme.grid,
-                            as_stack(stack[matrix].row_range(linear.row_offset, linear.row_offset + linear.rows)));
+    const int64_t matrix = std::max<int64_t>(linear.expert, 0);
+    if (linear.tap != tap || !job_.selection.quantized[layer.index][i] || matrix < own.begin || matrix >= own.end)
+      continue;
+    apply_rows(matrix * stack.rows + linear.row_offset,
+               as_stack(stack[matrix - own.begin].row_range(linear.row_offset, linear.row_offset + linear.rows)));
   }
 }
 
@@ -213,9 +220,21 @@ void Run::layer(const LayerSpec& layer) {
       job_.backend.synchronize();
     });
   }
+  for (Tap tap : kTaps) {  // INTERIM
+    Tensor& stack = weights.taps[static_cast<size_t>(tap)];
+    const Range own = job_.own_matrices(layer, tap);
+    if (!job_.owned(layer, tap) || stack.shape()[0] == own.size()) continue;
+    Tensor mine(job_.backend, stack.dtype(), {own.size(), stack.shape()[1], stack.shape()[2]}, "own experts");
+    const int64_t each = stack.shape()[1] * stack.shape()[2] * size_of(stack.dtype());
+    job_.backend.copy(mine.data(), stack.as<char>() + own.begin * each, own.size() * each);
+    stack = std::move(mine);
+  }
   report_progress("a layer's weights");
   std::optional<LayerForward> forward;
-  if (!rtn()) forward.emplace(job_.backend, job_.spec, layer, weights, rope_, job_.compute);
+  std::optional<RankExchange> exchange;
+  if (job_.expert_parallel() && layer.moe) exchange.emplace(job_.host, job_.device, job_.spec.experts, job_.seconds);
+  if (!rtn())
+    forward.emplace(job_.backend, job_.spec, layer, weights, rope_, job_.compute, exchange ? &*exchange : nullptr);
   TapSolver solver(job_, layer, [this] { safe_point(); });
 
   std::vector<TapHessian> ahead;  // sequential: layer
@@ -328,6 +347,15 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
   if (recipe.reproducible == "auto") recipe.reproducible = backend.is_host() ? "true" : "false";
   recipe.chunk_tokens = default_chunk_tokens(recipe, !backend.is_host());
   const auto fingerprint = run_fingerprint(recipe, inputs);
+  // Every rank must come to the same plans: the smallest memory counts.
+  std::vector<int64_t> memory(host.size(), 0);
+  std::vector<Range> one_each;
+  for (int r = 0; r < host.size(); ++r) one_each.push_back({r, r + 1});
+  memory[host.rank()] = backend.memory().total;
+  host.all_gather(memory.data(), one_each, sizeof(int64_t));
+  const PlanMachine machine = plan_machine(host.size(), !backend.is_host(), *std::ranges::min_element(memory));
+  ReducePlan reduce = ReducePlan::reduce_scatter;
+  agree(host, [&] { reduce = choose_reduce(recipe, inputs, machine); });
 
   const bool had_work = StageStore::peek_fingerprint(work).has_value();
   SHARDQ_CHECK(had_work || recipe.resume != ResumeMode::require, ExitCode::usage,
@@ -382,6 +410,9 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
           .compute = inputs.compute,
           .shares = {},
           .chunks = {},
+          .reduce = reduce,
+          .read = choose_read(recipe, machine),
+          .device_memory = machine.device_memory,
           .reproducible = recipe.reproducible == "true",
           .seconds = {}};
   const Range all{0, inputs.tokens->size()};

@@ -11,7 +11,11 @@
 
 namespace shardq {
 
-enum class ReducePlan { all_reduce, reduce_scatter };
+/// How ranks come to the Hessians of experts: the sums of all experts on every rank; each expert's sum on its owner; or
+/// expert parallelism, where tokens travel to the owners of their experts and nothing is summed over ranks.
+enum class ReducePlan { auto_, all_reduce, reduce_scatter, all_to_all };
+/// Weights from the files: whole layers on every rank, or a share a rank and the rest from the others.
+enum class ReadPlan { auto_, all, share };
 enum class Sequential { sublayer, layer };
 enum class ExpertTokens { routed, all };
 enum class ResumeMode { auto_, never, require };
@@ -39,7 +43,8 @@ struct Recipe {
   /// Order-free Hessian sums over fixed chunks: the same bits on any number of ranks, for four times the memory of a
   /// Hessian while it is summed. "auto" is on for the CPU and off for CUDA.
   std::string reproducible = "auto";
-  ReducePlan reduce = ReducePlan::reduce_scatter;
+  ReducePlan reduce = ReducePlan::auto_;  ///< auto: the cheapest by bytes, rates and memory (choose_reduce)
+  ReadPlan read = ReadPlan::auto_;   ///< auto: share on several GPUs, all on the CPU (the page cache shares already)
   int64_t hessian_budget = 0;        ///< bytes of expert Hessians held at once; 0: a quarter of the device's memory
   double checkpoint_interval = 300;  ///< seconds between stored hidden states; codes are stored after every tap
   int64_t keep_last = 1;             ///< stored hidden states kept

@@ -63,9 +63,20 @@ SolverOptions TapSolver::options_of(Tap tap) const {
   return options;
 }
 
-std::vector<Range> TapSolver::waves(Tap tap, int64_t count) const {
-  const int64_t cols = job_.spec.tap_shape(layer_, tap).cols;
-  return split_waves(count, cols, hessian_budget(job_.recipe, job_.backend.memory().total));
+std::vector<Range> TapSolver::waves(Tap tap) const {
+  const ModelSpec::TapShape shape = job_.spec.tap_shape(layer_, tap);
+  const int64_t budget = hessian_budget(job_.recipe, job_.device_memory);
+  if (!owned(tap)) return split_waves(shape.count, shape.cols, budget);
+  // Waves are walks over chunks with safe points, so their number is that of the rank with most experts: the first.
+  const int64_t most = part(shape.count, job_.host.size(), 0).size();
+  const int count = static_cast<int>(std::max<size_t>(1, split_waves(most, shape.cols, budget).size()));
+  const Range own = job_.own_matrices(layer_, tap);
+  std::vector<Range> ranges;
+  for (int w = 0; w < count; ++w) {
+    const Range r = part(own.size(), count, w);
+    ranges.push_back({own.begin + r.begin, own.begin + r.end});
+  }
+  return ranges;
 }
 
 MatrixNames TapSolver::names(Tap tap, Range matrices) const {
@@ -117,18 +128,23 @@ void TapSolver::add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkSt
     }
     return;
   }
-  TapInput input;
+  std::vector<TapInput> parts;
   {
     PhaseTimer timer(job_.seconds, "forward");
-    input = forward.to(tap, chunk);
-    if (shared_hessian(tap)) input = {forward.mlp_input(chunk), {0, chunk.starts.back()}};
+    parts = forward.inputs(tap, chunk);
+    if (shared_hessian(tap)) parts = {{forward.mlp_input(chunk), {0, chunk.starts.back()}}};
     job_.backend.synchronize();
   }
-  std::vector<int64_t> offsets(input.offsets.begin() + m.begin, input.offsets.begin() + m.end + 1);
-  const int64_t first = offsets.front(), last = offsets.back();
-  for (int64_t& o : offsets) o -= first;
-  add_rows(hessian, 0, input.x.row_range(first, last), offsets);
-  for (int64_t i = 0; i < m.size(); ++i) hessian.tokens[i] += offsets[i + 1] - offsets[i];
+  const int64_t before = owned(tap) ? job_.own_matrices(layer_, tap).begin : 0;
+  // Part by part: under expert parallelism a part is one rank's chunk, and order-free sums need a chunk's own sum.
+  for (const TapInput& input : parts) {
+    const auto begin = input.offsets.begin() + (m.begin - before);
+    std::vector<int64_t> offsets(begin, begin + m.size() + 1);
+    const int64_t first = offsets.front(), last = offsets.back();
+    for (int64_t& o : offsets) o -= first;
+    add_rows(hessian, 0, input.x.row_range(first, last), offsets);
+    for (int64_t i = 0; i < m.size(); ++i) hessian.tokens[i] += offsets[i + 1] - offsets[i];
+  }
 }
 
 void TapSolver::add_rows(TapHessian& hessian, int64_t first, const MatrixView& x, const std::vector<int64_t>& offsets) {
@@ -150,11 +166,13 @@ void TapSolver::add_rows(TapHessian& hessian, int64_t first, const MatrixView& x
   job_.backend.synchronize();
 }
 
-void TapSolver::reduce_exact(TapHessian& hessian) {
+void TapSolver::reduce_exact(TapHessian& hessian, Tap tap) {
+  const bool complete = owned(tap);
+  hessian.reduced = complete;
   if (!job_.reproducible) return;
   PhaseTimer timer(job_.seconds, "reduce");
-  job_.host.all_reduce_sum(hessian.tokens.data(), static_cast<int64_t>(hessian.tokens.size()));
-  if (job_.host.size() > 1) {
+  if (!complete) job_.host.all_reduce_sum(hessian.tokens.data(), static_cast<int64_t>(hessian.tokens.size()));
+  if (job_.host.size() > 1 && !complete) {
     job_.device.all_reduce_sum(hessian.coarse.as<int64_t>(), hessian.coarse.size());
     job_.device.all_reduce_sum(hessian.fine.as<int64_t>(), hessian.fine.size());
   }
@@ -188,80 +206,131 @@ void TapSolver::reduce(TapHessian& hessian, bool scatter, std::span<const Range>
   job_.backend.synchronize();
 }
 
-TapResult TapSolver::new_result(const StackView& w) {
+HessianPool TapSolver::new_pool(Tap tap) {
+  HessianPool pool;
+  if (!wants_pool(tap)) return pool;
+  const int64_t cols = job_.spec.tap_shape(layer_, tap).cols;
+  pool.sum = Tensor(job_.backend, DType::f32, {cols, cols}, "pooled Hessian");
+  job_.backend.zero(pool.sum.data(), pool.sum.bytes());
+  if (!job_.reproducible) return pool;
+  for (Tensor* sum : {&pool.coarse, &pool.fine}) {
+    *sum = Tensor(job_.backend, DType::i64, {cols * (cols + 1) / 2}, "order-free sum of the pooled Hessian");
+    job_.backend.zero(sum->data(), sum->bytes());
+  }
+  return pool;
+}
+
+void TapSolver::add_to_pool(HessianPool& pool, const TapHessian& hessian) {
+  if (!pool.sum) return;
+  PhaseTimer timer(job_.seconds, "hessian");
+  for (int64_t n : hessian.tokens) pool.tokens += n;
+  if (!job_.reproducible) return job_.backend.sum_stack(hessian.sums.stack(), pool.sum.matrix());
+  // Order-free over experts too: with owners, each rank adds its own.
+  const int64_t triangle = pool.coarse.size();
+  const Tensor packed(job_.backend, DType::f32, {triangle}, "triangle of one Hessian");
+  for (int64_t e = 0; e < hessian.matrices.size(); ++e) {
+    job_.backend.pack_lower(hessian.sums.stack().range(e, e + 1), packed.as<float>());
+    job_.backend.add_exact(packed.as<float>(), triangle, pool.coarse.as<int64_t>(), pool.fine.as<int64_t>());
+  }
+}
+
+void TapSolver::finish_pool(HessianPool& pool, Tap tap) {
+  if (!pool.sum) return;
+  PhaseTimer timer(job_.seconds, "reduce");
+  const bool several = job_.host.size() > 1;
+  const int64_t cols = pool.sum.shape()[1], triangle = cols * (cols + 1) / 2;
+  // Reproducible Hessians are sums over all ranks before they come here, unless each rank has experts of its own.
+  const bool complete = job_.reproducible && !owned(tap);
+  if (several && !complete) job_.host.all_reduce_sum(&pool.tokens, 1);
+  Tensor packed(job_.backend, DType::f32, {triangle}, "packed pooled Hessian");
+  if (job_.reproducible) {
+    if (several && !complete) {
+      job_.device.all_reduce_sum(pool.coarse.as<int64_t>(), triangle);
+      job_.device.all_reduce_sum(pool.fine.as<int64_t>(), triangle);
+    }
+    job_.backend.read_exact(pool.coarse.as<int64_t>(), pool.fine.as<int64_t>(), triangle, packed.as<float>());
+    pool.coarse = Tensor();
+    pool.fine = Tensor();
+  } else {
+    if (!several) return;
+    job_.backend.pack_lower(pool.sum.stack(), packed.as<float>());
+    job_.device.all_reduce_sum(packed.as<float>(), triangle);
+  }
+  job_.backend.unpack_lower(packed.as<float>(), pool.sum.stack());
+}
+
+TapResult TapSolver::new_result(Tap tap) {
   TapResult result;
-  const int64_t groups =
-      (w.cols + group_size_for(job_.recipe.scheme, w.cols) - 1) / group_size_for(job_.recipe.scheme, w.cols);
-  result.codes = Tensor(job_.backend, DType::i8, {w.count, w.rows, w.cols}, "codes");
-  result.scales = Tensor(job_.backend, DType::f32, {w.count, w.rows, groups}, "scales");
+  const ModelSpec::TapShape shape = job_.spec.tap_shape(layer_, tap);
+  const int64_t group = group_size_for(job_.recipe.scheme, shape.cols), groups = (shape.cols + group - 1) / group;
+  result.codes = Tensor(job_.backend, DType::i8, {shape.count, shape.rows, shape.cols}, "codes");
+  result.scales = Tensor(job_.backend, DType::f32, {shape.count, shape.rows, groups}, "scales");
   if (!job_.recipe.scheme.grid.symmetric)
-    result.zeros = Tensor(job_.backend, DType::i8, {w.count, w.rows, groups}, "zero points");
-  result.outcomes.resize(w.count);
-  result.losses.assign(w.count * w.rows, 0.0f);
-  result.rtn_losses.assign(w.count * w.rows, -1.0f);
+    result.zeros = Tensor(job_.backend, DType::i8, {shape.count, shape.rows, groups}, "zero points");
+  result.outcomes.resize(shape.count);
+  result.losses.assign(shape.count * shape.rows, 0.0f);
+  result.rtn_losses.assign(shape.count * shape.rows, -1.0f);
   return result;
 }
 
-void TapSolver::finish_wave(TapResult& result, const StackView& w, Range wave, bool by_rows, Quantized mine,
-                            Range own) {
+void TapSolver::place(TapResult& result, Quantized mine, int64_t first_row, int64_t first_matrix) {
+  const auto copy = [&](Tensor& whole, const Tensor& part_tensor) {
+    if (!whole || !part_tensor) return;
+    const int64_t row_bytes = whole.shape().back() * size_of(whole.dtype());
+    job_.backend.copy(whole.as<char>() + first_row * row_bytes, part_tensor.data(), part_tensor.bytes());
+  };
+  copy(result.codes, mine.codes);
+  copy(result.scales, mine.scales);
+  copy(result.zeros, mine.zeros);
+  std::copy(mine.losses.begin(), mine.losses.end(), result.losses.begin() + first_row);
+  std::copy(mine.rtn_losses.begin(), mine.rtn_losses.end(), result.rtn_losses.begin() + first_row);
+  std::copy(mine.outcomes.begin(), mine.outcomes.end(), result.outcomes.begin() + first_matrix);
+}
+
+void TapSolver::gather(TapResult& result, Range wave, bool by_rows) {
   PhaseTimer timer(job_.seconds, "gather");
-  Backend& backend = job_.backend;
   const int ranks = job_.host.size();
-  const int64_t wave_rows = wave.size() * w.rows, first_row = wave.begin * w.rows;
-  std::vector<Range> rows;  // of the wave, by rank
+  const int64_t rows_each = result.codes.shape()[1];
+  const int64_t wave_rows = wave.size() * rows_each, first_row = wave.begin * rows_each;
+  std::vector<Range> rows, matrices;  // of the wave, by rank
   for (int r = 0; r < ranks; ++r) {
-    const Range share = by_rows ? part(w.rows, ranks, r) : part(wave.size(), ranks, r);
-    rows.push_back(by_rows ? share : Range{share.begin * w.rows, share.end * w.rows});
+    matrices.push_back(part(wave.size(), ranks, r));
+    rows.push_back(by_rows ? part(rows_each, ranks, r)
+                           : Range{matrices[r].begin * rows_each, matrices[r].end * rows_each});
   }
   const Range my_rows = rows[job_.host.rank()];
   result.pieces.push_back({{first_row + my_rows.begin, first_row + my_rows.end}, {first_row, first_row + wave_rows}});
-
-  const auto gather = [&](Tensor& whole, const Tensor& part_tensor) {
-    if (!whole) return;
-    const int64_t cols = whole.shape().back(), bytes = cols * size_of(whole.dtype());
-    char* base = whole.as<char>() + first_row * bytes;
-    if (part_tensor) backend.copy(base + my_rows.begin * bytes, part_tensor.data(), part_tensor.bytes());
-    if (ranks > 1) job_.device.all_gather(base, scaled(rows, cols), size_of(whole.dtype()));
-  };
-  gather(result.codes, mine.codes);
-  gather(result.scales, mine.scales);
-  gather(result.zeros, mine.zeros);
-
-  std::copy(mine.losses.begin(), mine.losses.end(), result.losses.begin() + first_row + my_rows.begin);
-  std::copy(mine.rtn_losses.begin(), mine.rtn_losses.end(), result.rtn_losses.begin() + first_row + my_rows.begin);
-  if (by_rows) {
-    // Rows of one matrix are solved under one Hessian, so every rank with rows has the same outcome; ranks without rows
-    // learn it from rank 0.
-    if (!mine.outcomes.empty()) result.outcomes[wave.begin] = mine.outcomes[0];
-  } else {
-    std::copy(mine.outcomes.begin(), mine.outcomes.end(), result.outcomes.begin() + wave.begin + own.begin);
-  }
   if (ranks > 1) {
+    for (Tensor* whole : {&result.codes, &result.scales, &result.zeros}) {
+      if (!*whole) continue;
+      const int64_t cols = whole->shape().back(), size = size_of(whole->dtype());
+      job_.device.all_gather(whole->as<char>() + first_row * cols * size, scaled(rows, cols), size);
+    }
     job_.host.all_gather(result.losses.data() + first_row, rows, sizeof(float));
     job_.host.all_gather(result.rtn_losses.data() + first_row, rows, sizeof(float));
-    if (by_rows) {
+    // Rows of one matrix are solved under one Hessian, so every rank with rows has the same outcome; ranks without rows
+    // learn it from rank 0.
+    if (by_rows)
       job_.host.broadcast(&result.outcomes[wave.begin], sizeof(MatrixOutcome), 0);
-    } else {
-      std::vector<Range> owners;
-      for (int r = 0; r < ranks; ++r) owners.push_back(part(wave.size(), ranks, r));
-      job_.host.all_gather(result.outcomes.data() + wave.begin, owners, sizeof(MatrixOutcome));
-    }
+    else
+      job_.host.all_gather(result.outcomes.data() + wave.begin, matrices, sizeof(MatrixOutcome));
   }
-  backend.synchronize();
+  job_.backend.synchronize();
 }
 
-void TapSolver::solve_wave(Tap tap, TapHessian& hessian, MatrixView pool, int64_t pool_tokens, const StackView& weights,
-                           Range wave, TapResult& result) {
+void TapSolver::solve_wave(Tap tap, TapHessian& hessian, const HessianPool& pool, const StackView& weights, Range wave,
+                           TapResult& result) {
   const int ranks = job_.host.size(), rank = job_.host.rank();
   // One matrix: its rows are independent given the factor, so ranks take rows. Several: ranks take whole matrices.
-  const bool by_rows = wave.size() == 1;
-  const bool shared = shared_hessian(tap);
+  const bool alone = owned(tap), by_rows = !alone && wave.size() == 1, shared = shared_hessian(tap);
   std::vector<Range> owners;
   for (int r = 0; r < ranks; ++r) owners.push_back(part(wave.size(), ranks, r));
-  reduce(hessian, !by_rows && !shared && job_.recipe.reduce == ReducePlan::reduce_scatter, owners);
+  if (!alone) reduce(hessian, !by_rows && !shared && job_.reduce == ReducePlan::reduce_scatter, owners);
 
-  const Range own = by_rows ? part(weights.rows, ranks, rank) : owners[rank];
-  StackView mine = weights.range(wave.begin, wave.end);
+  // Rows of one matrix, or matrices of the wave.
+  const Range own = alone ? Range{0, wave.size()} : by_rows ? part(weights.rows, ranks, rank) : owners[rank];
+  const int64_t here = wave.begin - job_.own_matrices(layer_, tap).begin;  // in `weights`
+  StackView mine = weights.range(here, here + wave.size());
   mine = by_rows ? mine.row_range(own.begin, own.end) : mine.range(own.begin, own.end);
   Quantized solved;
   report_progress("a reduction");
@@ -275,66 +344,48 @@ void TapSolver::solve_wave(Tap tap, TapHessian& hessian, MatrixView pool, int64_
     else
       stack.tokens.assign(hessian.tokens.begin() + own.begin, hessian.tokens.begin() + own.end);
     const Range matrices = by_rows ? wave : Range{wave.begin + own.begin, wave.begin + own.end};
-    solved = shardq::solve(job_.backend, mine, std::move(stack), pool, pool_tokens, job_.recipe.scheme, options_of(tap),
-                           names(tap, matrices), job_.seconds);
+    solved = shardq::solve(job_.backend, mine, std::move(stack), pool.view(), pool.tokens, job_.recipe.scheme,
+                           options_of(tap), names(tap, matrices), job_.seconds);
   });
-  finish_wave(result, weights, wave, by_rows, std::move(solved), own);
+  if (by_rows)
+    place(result, std::move(solved), wave.begin * weights.rows + own.begin, wave.begin);
+  else
+    place(result, std::move(solved), (wave.begin + own.begin) * weights.rows, wave.begin + own.begin);
+  if (!alone) gather(result, wave, by_rows);
 }
 
 TapResult TapSolver::solve(Tap tap, LayerForward& forward, std::vector<ChunkState>& chunks, const StackView& weights) {
   Stopwatch watch;
-  TapResult result = new_result(weights);
-  if (shared_hessian(tap)) {
-    TapHessian hessian = new_hessian(tap, {0, 1});
-    each_chunk(chunks, [&](ChunkState& chunk) { add(hessian, tap, forward, chunk); });
-    reduce_exact(hessian);
-    solve_wave(tap, hessian, {}, 0, weights, {0, weights.count}, result);
-    result.seconds = watch.seconds();
-    return result;
-  }
-  const std::vector<Range> ranges = waves(tap, weights.count);
+  TapResult result = new_result(tap);
+  const int64_t count = result.codes.shape()[0];
   const auto accumulate = [&](Range range) {
     TapHessian hessian = new_hessian(tap, range);
     each_chunk(chunks, [&](ChunkState& chunk) { add(hessian, tap, forward, chunk); });
-    reduce_exact(hessian);
+    reduce_exact(hessian, tap);
     return hessian;
   };
-  Tensor pool;
-  int64_t pool_tokens = 0;
-  if (wants_pool(tap)) {
-    pool = Tensor(job_.backend, DType::f32, {weights.cols, weights.cols}, "pooled Hessian");
-    job_.backend.zero(pool.data(), pool.bytes());
+  if (shared_hessian(tap)) {
+    TapHessian hessian = accumulate({0, 1});
+    solve_wave(tap, hessian, {}, weights, {0, count}, result);
+    result.seconds = watch.seconds();
+    return result;
   }
-  // The pool is the sum over ALL experts, in expert order, before any is solved. With several waves it takes a pass of
-  // its own.
-  const auto add_to_pool = [&](const TapHessian& hessian) {
-    PhaseTimer timer(job_.seconds, "hessian");
-    job_.backend.sum_stack(hessian.sums.stack(), pool.matrix());
-    for (int64_t n : hessian.tokens) pool_tokens += n;
-  };
-  const auto reduce_pool = [&] {
-    if (job_.reproducible) return;  // summed from Hessians that are sums over all ranks already
-    PhaseTimer timer(job_.seconds, "reduce");
-    job_.host.all_reduce_sum(&pool_tokens, 1);
-    if (job_.host.size() == 1) return;
-    const int64_t triangle = weights.cols * (weights.cols + 1) / 2;
-    Tensor packed(job_.backend, DType::f32, {triangle}, "packed pooled Hessian");
-    job_.backend.pack_lower(pool.stack(), packed.as<float>());
-    job_.device.all_reduce_sum(packed.as<float>(), triangle);
-    job_.backend.unpack_lower(packed.as<float>(), pool.stack());
-  };
-  if (pool && ranges.size() > 1) {
-    for (const Range& range : ranges) add_to_pool(accumulate(range));
-    reduce_pool();
+  const std::vector<Range> ranges = waves(tap);
+  // The pool is the sum over ALL experts before any is solved. With several waves it takes a pass of its own.
+  HessianPool pool = new_pool(tap);
+  if (pool.sum && ranges.size() > 1) {
+    for (const Range& range : ranges) add_to_pool(pool, accumulate(range));
+    finish_pool(pool, tap);
   }
   for (const Range& range : ranges) {
     TapHessian hessian = accumulate(range);
-    if (pool && ranges.size() == 1) {
-      add_to_pool(hessian);
-      reduce_pool();
+    if (ranges.size() == 1) {
+      add_to_pool(pool, hessian);
+      finish_pool(pool, tap);
     }
-    solve_wave(tap, hessian, pool ? pool.matrix() : MatrixView{}, pool_tokens, weights, range, result);
+    solve_wave(tap, hessian, pool, weights, range, result);
   }
+  if (owned(tap)) gather(result, {0, count}, false);
   if (layer_.moe && tap == Tap::down && job_.recipe.experts == ExpertTokens::all) advance(tap, forward, chunks);
   result.seconds = watch.seconds();
   return result;
@@ -343,49 +394,46 @@ TapResult TapSolver::solve(Tap tap, LayerForward& forward, std::vector<ChunkStat
 std::vector<TapHessian> TapSolver::accumulate_all(LayerForward& forward, std::vector<ChunkState>& chunks) {
   std::vector<TapHessian> hessians;
   for (Tap tap : kTaps)
-    hessians.push_back(new_hessian(tap, {0, shared_hessian(tap) ? 1 : job_.spec.tap_shape(layer_, tap).count}));
+    hessians.push_back(new_hessian(tap, shared_hessian(tap) ? Range{0, 1} : job_.own_matrices(layer_, tap)));
   each_chunk(chunks, [&](ChunkState& chunk) {
     ChunkState copy = clone(job_.backend, chunk);
     for (size_t t = 0; t < hessians.size(); ++t) add(hessians[t], kTaps[t], forward, copy);
   });
-  for (TapHessian& hessian : hessians) reduce_exact(hessian);
+  for (size_t t = 0; t < hessians.size(); ++t) reduce_exact(hessians[t], kTaps[t]);
   return hessians;
 }
 
 TapResult TapSolver::solve_accumulated(Tap tap, TapHessian hessian, const StackView& weights) {
   Stopwatch watch;
-  TapResult result = new_result(weights);
-  Tensor pool;
-  int64_t pool_tokens = 0;
-  if (wants_pool(tap)) {
-    pool = Tensor(job_.backend, DType::f32, {weights.cols, weights.cols}, "pooled Hessian");
-    job_.backend.zero(pool.data(), pool.bytes());
-    job_.backend.sum_stack(hessian.sums.stack(), pool.matrix());
-    for (int64_t n : hessian.tokens) pool_tokens += n;
-    if (!hessian.reduced) {
-      job_.host.all_reduce_sum(&pool_tokens, 1);
-      if (job_.host.size() > 1) job_.device.all_reduce_sum(pool.as<float>(), pool.size());
-    }
-  }
-  solve_wave(tap, hessian, pool ? pool.matrix() : MatrixView{}, pool_tokens, weights, {0, weights.count}, result);
+  TapResult result = new_result(tap);
+  HessianPool pool = new_pool(tap);
+  add_to_pool(pool, hessian);
+  finish_pool(pool, tap);
+  const Range all{0, result.codes.shape()[0]};
+  solve_wave(tap, hessian, pool, weights, owned(tap) ? job_.own_matrices(layer_, tap) : all, result);
+  if (owned(tap)) gather(result, all, false);
   result.seconds = watch.seconds();
   return result;
 }
 
-TapResult TapSolver::round(const StackView& weights) {
+TapResult TapSolver::round(Tap tap, const StackView& weights) {
   Stopwatch watch;
-  TapResult result = new_result(weights);
+  TapResult result = new_result(tap);
   const int ranks = job_.host.size(), rank = job_.host.rank();
-  const bool by_rows = weights.count == 1;
-  const Range own = part(by_rows ? weights.rows : weights.count, ranks, rank);
-  const StackView mine = by_rows ? weights.row_range(own.begin, own.end) : weights.range(own.begin, own.end);
+  const int64_t count = result.codes.shape()[0];
+  const bool alone = owned(tap), by_rows = !alone && count == 1;
+  const Range own = by_rows ? part(weights.rows, ranks, rank) : part(count, ranks, rank);
+  const StackView mine = alone     ? weights
+                         : by_rows ? weights.row_range(own.begin, own.end)
+                                   : weights.range(own.begin, own.end);
   Quantized rounded;
   agree(job_.host, [&] {
     PhaseTimer timer(job_.seconds, "scales");
     if (own.size() > 0) rounded = round_to_nearest(job_.backend, mine, job_.recipe.scheme);
     job_.backend.synchronize();
   });
-  finish_wave(result, weights, {0, weights.count}, by_rows, std::move(rounded), own);
+  place(result, std::move(rounded), by_rows ? own.begin : own.begin * weights.rows, by_rows ? 0 : own.begin);
+  gather(result, {0, count}, by_rows);
   result.seconds = watch.seconds();
   return result;
 }
@@ -393,7 +441,7 @@ TapResult TapSolver::round(const StackView& weights) {
 void TapSolver::advance(Tap tap, LayerForward& forward, std::vector<ChunkState>& chunks) {
   each_chunk(chunks, [&](ChunkState& chunk) {
     PhaseTimer timer(job_.seconds, "forward");
-    forward.to(tap, chunk);
+    forward.inputs(tap, chunk);
     job_.backend.synchronize();
   });
 }

@@ -22,13 +22,22 @@ struct TapResult {
   double seconds = 0;
 };
 
-/// Sums of x x^T (lower triangles) for a range of matrices of one tap, over this rank's tokens.
+/// Sums of x x^T (lower triangles) for a range of matrices of one tap, over this rank's tokens (of owned experts: over
+/// all ranks' tokens).
 struct TapHessian {
   Tensor sums;                  // f32 [count, cols, cols]
   Tensor packed, coarse, fine;  // reproducible: triangles of one chunk, and the order-free sums of them
   bool reduced = false;         // summed over ranks already, everywhere
   std::vector<int64_t> tokens;  // [count]
   Range matrices;               // which of the tap's matrices
+};
+
+/// The sum of all experts' Hessians, which lends to those with few tokens. Source: quality.md "shrinkage".
+struct HessianPool {
+  Tensor sum;           // f32 [cols, cols], lower triangle; empty: no pool
+  Tensor coarse, fine;  // reproducible: the order-free sum it is read from
+  int64_t tokens = 0;
+  MatrixView view() const { return sum ? sum.matrix() : MatrixView{}; }
 };
 
 /// Walks all chunks to a tap, accumulates, reduces over ranks, solves this rank's share and gathers.
@@ -38,14 +47,14 @@ class TapSolver {
   TapSolver(Job& job, const LayerSpec& layer, std::function<void()> safe_point);
 
   /// Hessian of `tap` over `chunks`, each advanced to it. Experts beyond the memory budget go in waves, which revisit
-  /// the inputs. weights: the tap's stack [count, rows, cols], still original.
+  /// the inputs. weights: the tap's stack [own matrices, rows, cols], still original.
   TapResult solve(Tap tap, LayerForward& forward, std::vector<ChunkState>& chunks, const StackView& weights);
   /// For `sequential: layer`: all four Hessians in one pass of copies of the chunks through the original weights.
   std::vector<TapHessian> accumulate_all(LayerForward& forward, std::vector<ChunkState>& chunks);
   /// The solve of a tap whose Hessian is at hand (all matrices, one wave).
   TapResult solve_accumulated(Tap tap, TapHessian hessian, const StackView& weights);
   /// Plain rounding of this rank's share.
-  TapResult round(const StackView& weights);
+  TapResult round(Tap tap, const StackView& weights);
   /// Moves chunks to a tap without a Hessian.
   void advance(Tap tap, LayerForward& forward, std::vector<ChunkState>& chunks);
 
@@ -59,15 +68,25 @@ class TapSolver {
   void add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkState& chunk);
   /// Rows of matrices [first, first + offsets.size() - 1) of the stack.
   void add_rows(TapHessian& hessian, int64_t first, const MatrixView& x, const std::vector<int64_t>& offsets);
-  /// Sums over ranks everywhere, in reproducible mode; nothing otherwise.
-  void reduce_exact(TapHessian& hessian);
+  /// In reproducible mode: sums over ranks everywhere (owned taps are complete already), read as floats.
+  void reduce_exact(TapHessian& hessian, Tap tap);
   void reduce(TapHessian& hessian, bool scatter, std::span<const Range> owners);
-  void solve_wave(Tap tap, TapHessian& hessian, MatrixView pool, int64_t pool_tokens, const StackView& weights,
-                  Range wave, TapResult& result);
-  TapResult new_result(const StackView& weights);
-  void finish_wave(TapResult& result, const StackView& weights, Range wave, bool by_rows, Quantized mine, Range own);
+  HessianPool new_pool(Tap tap);
+  void add_to_pool(HessianPool& pool, const TapHessian& hessian);
+  /// Completes the pool over ranks, where it is not complete already.
+  void finish_pool(HessianPool& pool, Tap tap);
+  /// The solve of matrices `wave`: of all ranks, or (owned taps) of this rank alone, which gather() then completes.
+  void solve_wave(Tap tap, TapHessian& hessian, const HessianPool& pool, const StackView& weights, Range wave,
+                  TapResult& result);
+  TapResult new_result(Tap tap);
+  /// Puts this rank's share into its place: rows [first_row, ...) of [count * rows], outcomes from `first_matrix`.
+  void place(TapResult& result, Quantized mine, int64_t first_row, int64_t first_matrix);
+  /// Completes `wave` over ranks, which have solved rows (by_rows: of the one matrix) or matrices of it.
+  void gather(TapResult& result, Range wave, bool by_rows);
   MatrixNames names(Tap tap, Range matrices) const;
-  std::vector<Range> waves(Tap tap, int64_t count) const;
+  /// Ranges of matrices whose Hessians fit the budget together; of owned taps, own ones, as many waves on every rank.
+  std::vector<Range> waves(Tap tap) const;
+  bool owned(Tap tap) const { return job_.owned(layer_, tap); }
   bool wants_pool(Tap tap) const;
   SolverOptions options_of(Tap tap) const;
 

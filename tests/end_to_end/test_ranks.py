@@ -62,6 +62,27 @@ class Ranks(ProgramTest):
         everywhere = self.job("everywhere", "--set", "parallel.reduce=all_reduce", ranks=3)
         self.assert_same(scatter, everywhere)
 
+    def test_tokens_to_the_owners_of_experts_give_the_same(self):
+        owners = ("--set", "parallel.reduce=all_to_all")
+        one = self.job("one")
+        for ranks in (2, 3, 4):
+            self.assert_same(one, self.job(f"owners{ranks}", *owners, ranks=ranks))
+        # More ranks than chunks, and in three waves: ranks without tokens and owners that walk their rows several times.
+        self.assert_same(one, self.job("owner_waves", *owners, "--set", f"memory.hessian_budget={2 * 128 * 128 * 4}", ranks=3))
+        for arguments in (("--set", "calibration.sequential=layer"), ("--set", "quantization.method=rtn"),
+                          ("--set", 'ignore=[lm_head, "re:.*mlp.gate$", "re:.*layers.2.mlp.experts.3"]')):  # fmt: skip
+            name = arguments[1].split("=")[0]
+            self.assert_same(self.job(name + "1", *arguments), self.job(name + "3", *arguments, *owners, ranks=3))
+        plain = ("--set", "parallel.reproducible=false")
+        self.assert_same(one, self.job("plain", *plain, *owners, ranks=2), exact=False)
+
+    def test_tokens_to_owners_of_a_ragged_set(self):
+        choose = random.Random(6)
+        path = self.scratch / "ragged.jsonl"
+        path.write_text("\n".join(json.dumps([choose.randrange(2048) for _ in range(choose.randint(1, 900))]) for _ in range(9)))
+        arguments = ("--set", "calibration.max_length=0")
+        self.assert_same(self.job("ragged1", *arguments, tokens=path), self.job("ragged4", *arguments, "--set", "parallel.reduce=all_to_all", tokens=path, ranks=4))
+
     def test_plain_sums_differ_a_little_only(self):
         plain = ("--set", "parallel.reproducible=false")
         one, scatter = self.job("plain1", *plain), self.job("plain3", *plain, "--set", "parallel.reduce=reduce_scatter", ranks=3)
