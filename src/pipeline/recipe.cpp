@@ -301,7 +301,16 @@ Recipe read_recipe(const std::filesystem::path& file,
 }
 
 std::string recipe_text(const Recipe& recipe, RecipeText kind) {
-  static const std::set<std::string> unpublished = {"output", "work", "resume"};
+  // How a run is carried out is nobody's business but its own.
+  static const std::set<std::string> unpublished = {"output",
+                                                    "work",
+                                                    "resume",
+                                                    "parallel.reduce",
+                                                    "parallel.read",
+                                                    "memory.hessian_budget",
+                                                    "checkpoint.interval_seconds",
+                                                    "checkpoint.keep_last",
+                                                    "watchdog_seconds"};
   static const std::set<std::string> no_influence = {"model",
                                                      "tokens",
                                                      "output",

@@ -56,7 +56,8 @@ struct Recipe {
 Recipe read_recipe(const std::filesystem::path& file,
                    const std::vector<std::pair<std::string, std::string>>& overrides);
 
-/// complete: every key. published: without output, work and resume, so that equal runs publish equal text. fingerprint:
+/// complete: every key. published: without paths of this run and how it was carried out (plans, budgets, intervals), so
+/// that runs with equal results publish equal text. fingerprint:
 /// only the keys that decide what the codes are; a run may be resumed with other values of the rest (device, ranks,
 /// intervals, budgets, paths).
 enum class RecipeText { complete, published, fingerprint };

@@ -75,6 +75,17 @@ class Restart(ProgramTest):
         self.finished("again", ranks=3)
         self.assert_identical(whole, self.scratch / "again")
 
+    def test_another_plan_goes_on(self):
+        whole = self.finished("whole")
+        owners, sums = ("--set", "parallel.reduce=all_to_all"), ("--set", "parallel.reduce=reduce_scatter")
+        for first, second in ((owners, sums), (sums, owners)):
+            with self.subTest(first[1]):
+                self.assertNotEqual(self.job("again", *first, ranks=3, fault="kill@tap_solved#11,rank=2").returncode, 0)
+                self.assertTrue(self.stored("again"))
+                self.assert_identical(whole, self.finished("again", *second))
+                for folder in ("again", "again.work"):
+                    shutil.rmtree(self.scratch / folder)
+
     def test_codes_stored_after_every_tap_survive(self):
         hours = ("--set", "checkpoint.interval_seconds=1000")
         self.assertNotEqual(self.job("again", *hours, fault="sleep@tap_solved#*=0.2;kill@tap_solved#7,rank=0").returncode, 0)

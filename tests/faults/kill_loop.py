@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -77,6 +78,7 @@ class Loop:
     def start(self, ranks, environment):
         self.result["starts"] += 1
         command = self.options.command.replace("{ranks}", str(ranks)).replace("{folder}", self.folder)
+        command = re.sub(r"\{one of ([^}]*)\}", lambda words: self.rng.choice(words[1].split()), command)
         output = open(os.path.join(self.options.scratch, "output"), "w")
         return subprocess.Popen(command, shell=True, stdout=output, stderr=output, start_new_session=True,
                                 env=dict(os.environ, **environment))
@@ -221,7 +223,7 @@ class Loop:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", required=True, help="shell command with {ranks} and {folder}")
+    parser.add_argument("--command", required=True, help="shell command with {ranks} and {folder}, and {one of A B C} where every start may differ")
     parser.add_argument("--process", required=True, help="name of the processes that are ranks")
     parser.add_argument("--reference", required=True, help="output of an undisturbed run: file or folder")
     parser.add_argument("--output", default="out", help="the output's path below {folder}")

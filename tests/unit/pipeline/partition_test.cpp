@@ -62,7 +62,9 @@ TEST(Waves, CoverAllMatricesWithinTheBudget) {
         for (const Range& wave : waves) {
           EXPECT_EQ(wave.begin, next);
           EXPECT_GT(wave.size(), 0);
-          if (budget >= cols * cols * 4) EXPECT_LE(wave.size() * cols * cols * 4, budget);
+          if (budget >= cols * cols * 4) {
+            EXPECT_LE(wave.size() * cols * cols * 4, budget);
+          }
           next = wave.end;
         }
         EXPECT_EQ(next, count);
