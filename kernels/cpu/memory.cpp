@@ -68,20 +68,21 @@ float* CpuBackend::scratch(int slot, int64_t elements) {
   return buffer.data();
 }
 
+namespace {
+[[noreturn]] void refuse(const char* what, int64_t bytes, int64_t available) {
+  throw OutOfMemory(fmt::format("out of memory: {} needs {} bytes, {} available on cpu", what, bytes, available));
+}
+}  // namespace
+
 void* CpuBackend::allocate(int64_t bytes, const char* what) {
   SHARDQ_CHECK(bytes >= 0, ExitCode::internal, "allocation of {} bytes for {}", bytes, what);
-  if (bytes >= kCheckedFrom) {
-    const int64_t available = memory().available;
-    SHARDQ_CHECK(bytes <= available, ExitCode::internal, "out of memory: {} needs {} bytes, {} available on cpu", what,
-                 bytes, available);
-  }
+  if (bytes >= kCheckedFrom && bytes > memory().available) refuse(what, bytes, memory().available);
   const bool huge = bytes >= 2 * kHuge;
   const int64_t alignment = huge ? kHuge : kHeader;
   const int64_t header = kHeader;
   const int64_t total = (header + bytes + alignment - 1) / alignment * alignment;
   void* block = std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(total));
-  SHARDQ_CHECK(block != nullptr, ExitCode::internal, "out of memory: {} needs {} bytes, {} available on cpu", what,
-               bytes, memory().available);
+  if (!block) refuse(what, bytes, memory().available);
   if (huge) madvise(block, static_cast<size_t>(total), MADV_HUGEPAGE);  // advice: a refusal costs speed only
   std::memcpy(block, &bytes, sizeof bytes);
   const int64_t now = in_use_ += bytes;

@@ -144,9 +144,10 @@ void* CudaBackend::State::allocate(int64_t bytes, const char* what) {
     cudaMemGetInfo(&free, &total);
     uint64_t used = 0;
     cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &used);
-    fail(ExitCode::internal, "out of device memory on {}: {} wanted for {}, {} free of {} ({} in use by this process)",
-         name, gib(bytes), what, gib(static_cast<int64_t>(free)), gib(static_cast<int64_t>(total)),
-         gib(static_cast<int64_t>(used)));
+    throw OutOfMemory(
+        fmt::format("out of device memory on {}: {} wanted for {}, {} free of {} ({} in use by this process)", name,
+                    gib(bytes), what, gib(static_cast<int64_t>(free)), gib(static_cast<int64_t>(total)),
+                    gib(static_cast<int64_t>(used))));
   }
   if (status != cudaSuccess) fail_cuda(status, "cudaMallocFromPoolAsync", __FILE__, __LINE__);
   return data;

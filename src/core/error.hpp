@@ -29,6 +29,12 @@ class Error : public std::runtime_error {
   ExitCode code_;
 };
 
+/// Memory of a backend did not suffice, after everything idle was given back. Another try may do with less.
+class OutOfMemory : public Error {
+ public:
+  explicit OutOfMemory(const std::string& message) : Error(ExitCode::internal, message) {}
+};
+
 template <class... Args>
 [[noreturn]] void fail(ExitCode code, fmt::format_string<Args...> format, Args&&... args) {
   throw Error(code, fmt::format(format, std::forward<Args>(args)...));

@@ -19,7 +19,7 @@ std::atomic<bool> armed{false};
 }
 
 namespace {
-enum class Action { kill, stop, raise_error, sleep };
+enum class Action { kill, stop, raise_error, out_of_memory, sleep };
 
 struct Fault {
   Action action = Action::kill;
@@ -70,8 +70,9 @@ Action parse_action(const std::string& name, const std::string& fault) {
   if (name == "kill") return Action::kill;
   if (name == "stop") return Action::stop;
   if (name == "throw") return Action::raise_error;
+  if (name == "oom") return Action::out_of_memory;
   if (name == "sleep") return Action::sleep;
-  fail(ExitCode::usage, "SHARDQ_FAULT: expected kill, stop, throw or sleep, found \"{}\" in \"{}\"", name, fault);
+  fail(ExitCode::usage, "SHARDQ_FAULT: expected kill, stop, throw, oom or sleep, found \"{}\" in \"{}\"", name, fault);
 }
 
 Fault parse_fault(const std::string& text) {
@@ -109,6 +110,8 @@ void act(const Fault& fault, std::string_view name) {
     case Action::raise_error:
       throw Error(static_cast<ExitCode>(static_cast<int>(fault.value.value_or(77))),
                   fmt::format("fault injected at {}", name));
+    case Action::out_of_memory:
+      throw OutOfMemory(fmt::format("out of memory, injected at {}", name));
     case Action::sleep:
       std::this_thread::sleep_for(std::chrono::duration<double>(fault.value.value_or(1)));
       break;

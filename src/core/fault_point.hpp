@@ -12,6 +12,7 @@ namespace shardq {
 ///   kill@stage_committed#3,rank=1   SIGKILL to itself on the third visit, on rank 1 only
 ///   stop@tap_done                   SIGSTOP (a frozen rank)
 ///   throw@stage_written=4           Error with that exit code (default 77)
+///   oom@forward                     OutOfMemory
 ///   sleep@tap_done#*=0.5            that many seconds (default 1), on every visit
 /// VISIT counts from 1 (default 1); '*' is every visit. Without rank, every rank.
 namespace fault_point_detail {

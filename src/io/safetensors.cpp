@@ -19,14 +19,22 @@ constexpr int64_t kLengthBytes = 8;
 // The kernel reads at most 2^31 - 4096 bytes a call.
 constexpr int64_t kLargestRead = int64_t{1} << 30;
 
-void read_at(int fd, const std::filesystem::path& path, int64_t offset, std::byte* target, int64_t bytes) {
+/// `entry`: the tensor that the bytes belong to, for the message; null for the header.
+void read_at(int fd, const std::filesystem::path& path, const TensorEntry* entry, int64_t offset, std::byte* target,
+             int64_t bytes) {
+  const auto where = [&] {
+    return entry ? fmt::format("{}: tensor '{}'", path.string(), printable(entry->name)) : path.string();
+  };
   while (bytes > 0) {
     const ssize_t n = ::pread(fd, target, static_cast<size_t>(std::min(bytes, kLargestRead)), offset);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0)
-      fail(ExitCode::input, "cannot read {} bytes at {} of {}: {}", bytes, offset, path.string(), std::strerror(errno));
+    if (n < 0) {
+      const int reason = errno;
+      fail(ExitCode::input, "cannot read {} bytes at {} of {}: {}", bytes, offset, where(), std::strerror(reason));
+    }
     if (n == 0)
-      fail(ExitCode::input, "{} ends {} bytes early at byte {}: it was cut while in use", path.string(), bytes, offset);
+      fail(ExitCode::input, "{}: the file ends {} bytes early at byte {}: it was cut while in use", where(), bytes,
+           offset);
     target += n;
     offset += n;
     bytes -= n;
@@ -37,7 +45,7 @@ SafetensorsHeader read_header(int fd, const std::filesystem::path& path, int64_t
   SHARDQ_CHECK(file_bytes >= kLengthBytes, ExitCode::input, "{}: a safetensors file has at least {} bytes, found {}",
                path.string(), kLengthBytes, file_bytes);
   unsigned char raw[kLengthBytes];
-  read_at(fd, path, 0, reinterpret_cast<std::byte*>(raw), kLengthBytes);
+  read_at(fd, path, nullptr, 0, reinterpret_cast<std::byte*>(raw), kLengthBytes);
   uint64_t length = 0;
   for (int i = 7; i >= 0; --i) length = length << 8 | raw[i];
   SHARDQ_CHECK(length <= static_cast<uint64_t>(kLargestSafetensorsHeader), ExitCode::input,
@@ -48,7 +56,7 @@ SafetensorsHeader read_header(int fd, const std::filesystem::path& path, int64_t
                file_bytes);
   SHARDQ_CHECK(length > 0, ExitCode::input, "{}: the header is empty, expected a JSON object", path.string());
   std::string json(length, '\0');
-  read_at(fd, path, kLengthBytes, reinterpret_cast<std::byte*>(json.data()), static_cast<int64_t>(length));
+  read_at(fd, path, nullptr, kLengthBytes, reinterpret_cast<std::byte*>(json.data()), static_cast<int64_t>(length));
   return parse_safetensors_header(path, json, kLengthBytes + static_cast<int64_t>(length), file_bytes);
 }
 
@@ -95,7 +103,7 @@ void SafetensorsFile::read(const TensorEntry& entry, int64_t offset, std::span<s
   SHARDQ_CHECK(offset >= 0 && offset <= entry.bytes() && bytes <= entry.bytes() - offset, ExitCode::internal,
                "{}: bytes [{}, {}) asked of tensor '{}', which has {}", path_.string(), offset, offset + bytes,
                entry.name, entry.bytes());
-  read_at(fd_, path_, entry.begin + offset, target.data(), bytes);
+  read_at(fd_, path_, &entry, entry.begin + offset, target.data(), bytes);
 }
 
 void SafetensorsFile::will_need(const TensorEntry& entry) const {

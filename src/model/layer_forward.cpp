@@ -142,14 +142,17 @@ void LayerForward::route(ChunkState& chunk, MatrixView x) {
   const RouterSpec router{spec_.experts, spec_.top_k, spec_.normalize_top_k};
   const Tensor logits(backend_, compute_, {tokens, spec_.experts}, "router logits");
   const Tensor ids(backend_, DType::i32, {tokens, spec_.top_k}, "expert choices");
-  chunk.route_weights = Tensor(backend_, DType::f32, {tokens, spec_.top_k}, "expert weights");
-  chunk.order = Tensor(backend_, DType::i32, {slots}, "order by expert");
-  chunk.place = Tensor(backend_, DType::i32, {slots}, "place by token");
+  Tensor weights(backend_, DType::f32, {tokens, spec_.top_k}, "expert weights");
+  Tensor order(backend_, DType::i32, {slots}, "order by expert"), place(backend_, DType::i32, {slots}, "place by token");
+  std::vector<int64_t> offsets(spec_.experts + 1, 0);
   backend_.linear(x, weights_.router.matrix(), nullptr, logits.matrix(), false);
-  backend_.route(logits.matrix(), router, ids.as<int32_t>(), chunk.route_weights.as<float>());
-  chunk.offsets.assign(spec_.experts + 1, 0);
-  backend_.sort_by_expert(ids.as<int32_t>(), slots, spec_.experts, chunk.order.as<int32_t>(), chunk.place.as<int32_t>(),
-                          chunk.offsets);
+  backend_.route(logits.matrix(), router, ids.as<int32_t>(), weights.as<float>());
+  backend_.sort_by_expert(ids.as<int32_t>(), slots, spec_.experts, order.as<int32_t>(), place.as<int32_t>(), offsets);
+  // All or nothing: memory that runs out half-way must leave a chunk that can be routed again.
+  chunk.route_weights = std::move(weights);
+  chunk.order = std::move(order);
+  chunk.place = std::move(place);
+  chunk.offsets = std::move(offsets);
 }
 
 TapInput LayerForward::gate_up_input(ChunkState& chunk) {

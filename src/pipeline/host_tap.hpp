@@ -1,30 +1,10 @@
 #pragma once
 #include <memory>
-#include <utility>
 
-#include "kernels/backend.hpp"
+#include "pipeline/host_buffer.hpp"
 #include "pipeline/tap_solver.hpp"
 
 namespace shardq {
-
-/// Page-locked host memory of a backend.
-class HostBuffer {
- public:
-  HostBuffer(Backend& backend, int64_t bytes) : backend_(&backend), data_(backend.allocate_host(bytes)) {}
-  ~HostBuffer() {
-    if (data_) backend_->release_host(data_);
-  }
-  HostBuffer(HostBuffer&& other) noexcept : backend_(other.backend_), data_(std::exchange(other.data_, nullptr)) {}
-  HostBuffer& operator=(HostBuffer&&) = delete;
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-
- private:
-  Backend* backend_;
-  void* data_;
-};
 
 /// Host copy of rows [first_row, first_row + row_count) of a solved tap's [count * rows] rows: what the background
 /// threads pack and write.

@@ -27,7 +27,8 @@ struct Job {
   std::vector<Range> shares;                       ///< samples of each rank, contiguous, in rank order
   std::vector<Range> chunks;                       ///< of all ranks, ranges of samples
   ReducePlan reduce = ReducePlan::reduce_scatter;  ///< resolved, never auto
-  ReadPlan read = ReadPlan::all;                   ///< resolved, never auto
+  ReadMode read = ReadMode::all;                   ///< resolved, never auto
+  bool offload = false;                            ///< activations in host memory but for the chunk at work
   int64_t device_memory = 0;                       ///< bytes, of the rank that has least
   bool reproducible = false;                       ///< order-free Hessian sums
   int64_t most_chunks = 0;  ///< chunks of the rank that has most: every rank makes as many safe points

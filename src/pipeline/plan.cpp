@@ -95,9 +95,13 @@ int64_t sent_for_hessians(const PlanLayer& layer, ReducePlan reduce) {
                                             : layer.sent_reduce_scatter;
 }
 
-int64_t sent_for_weights(const PlanLayer& layer, ReducePlan reduce, ReadPlan read) {
-  if (read != ReadPlan::share) return 0;
+int64_t sent_for_weights(const PlanLayer& layer, ReducePlan reduce, ReadMode read) {
+  if (read != ReadMode::share) return 0;
   return reduce == ReducePlan::all_to_all ? layer.sent_weights_owned : layer.sent_weights;
+}
+
+bool order_free(const Recipe& recipe, const PlanMachine& machine) {
+  return recipe.reproducible == "true" || (recipe.reproducible == "auto" && !machine.cuda);
 }
 
 /// Raises the plan's peak to what a rank holds while it accumulates and then solves one tap.
@@ -133,8 +137,7 @@ void raise_to_tap(Plan& plan, const Recipe& recipe, const Inputs& inputs, const 
   const bool rtn = recipe.scheme.method == Method::rtn;
   const int64_t hessian = rtn ? 0 : here * s.cols * s.cols * 4 / waves;
   // Order-free sums: a chunk's triangles and two integers for each of their elements.
-  const bool reproducible = recipe.reproducible == "true" || (recipe.reproducible == "auto" && !machine.cuda);
-  if (reproducible && !rtn) scratch += here / waves * (s.cols * (s.cols + 1) / 2) * 20;
+  if (order_free(recipe, machine) && !rtn) scratch += here / waves * (s.cols * (s.cols + 1) / 2) * 20;
   // Residuals and codes of this rank's share (under an activation order a second time, with the weights), codes of all,
   // the factor beside the Hessian.
   const int64_t own_rows = (s.count * s.rows / waves + machine.ranks - 1) / machine.ranks;
@@ -142,12 +145,47 @@ void raise_to_tap(Plan& plan, const Recipe& recipe, const Inputs& inputs, const 
   const int64_t ordered = recipe.scheme.actorder == ActOrder::none ? 0 : element + 1;
   const int64_t solve =
       own_rows * s.cols * (rtn ? 1 : 5 + ordered) + s.count * s.rows * s.cols + (rtn ? 0 : own * s.cols * s.cols * 4);
+  // In host memory: all but the chunk at work and the one that is on its way in.
+  plan.host_bytes = plan.offload ? std::max(plan.host_bytes, plan.hidden_bytes + std::max(kept_before, kept_after)) : 0;
+  const double resident =
+      plan.offload
+          ? std::min(1.0, 2.0 * static_cast<double>(chunk) / static_cast<double>(std::max<int64_t>(1, my_tokens)))
+          : 1.0;
+  const auto here_bytes = [&](int64_t bytes) { return static_cast<int64_t>(static_cast<double>(bytes) * resident); };
+  kept_before = here_bytes(kept_before);
+  kept_after = here_bytes(kept_after);
   plan.kept_bytes = std::max(plan.kept_bytes, std::max(kept_before, kept_after));
   plan.solve_bytes = std::max(plan.solve_bytes, solve);
   plan.scratch_bytes = std::max(plan.scratch_bytes, scratch);
-  const int64_t always = plan.hidden_bytes + plan.weight_bytes + routing + hessian;
+  const int64_t always = here_bytes(plan.hidden_bytes) + plan.weight_bytes + routing + hessian;
   plan.peak_bytes =
       std::max({plan.peak_bytes, always + std::max(kept_before, kept_after) + scratch, always + kept_after + solve});
+}
+
+/// Tokens of the rank that has most.
+int64_t most_tokens(const Inputs& inputs, int ranks) {
+  const TokenSet& tokens = *inputs.tokens;
+  int64_t most = 0;
+  for (const Range& share : balanced_shares(tokens, make_chunks(tokens, {0, tokens.size()}, 0), ranks)) {
+    int64_t sum = 0;
+    for (int64_t s = share.begin; s < share.end; ++s) sum += static_cast<int64_t>(tokens[s].size());
+    most = std::max(most, sum);
+  }
+  return most;
+}
+
+/// Fills in the bytes of the plan for its chunk_tokens and offload.
+void plan_memory(Plan& plan, const Recipe& recipe, const Inputs& inputs, const PlanMachine& machine, ReducePlan reduce,
+                 int64_t my_tokens) {
+  plan.hidden_bytes = my_tokens * inputs.spec.hidden * size_of(inputs.compute);
+  for (const LayerSpec& layer : inputs.spec.layer) {
+    const PlanLayer one =
+        plan_layer(recipe, inputs, layer, machine, static_cast<double>(inputs.tokens->tokens()), reduce);
+    plan.weight_bytes = std::max(plan.weight_bytes, one.weight_bytes);
+    plan.hessian_bytes = std::max(plan.hessian_bytes, one.hessian_bytes);
+  }
+  for (const LayerSpec& layer : inputs.spec.layer)
+    for (Tap tap : kTaps) raise_to_tap(plan, recipe, inputs, layer, tap, machine, my_tokens, reduce);
 }
 
 /// At which tensor-parallel sizes a group-quantized row-parallel linear still splits into whole groups. Source:
@@ -189,10 +227,10 @@ std::string to_string(ReducePlan plan) {
   fail(ExitCode::internal, "no such plan");
 }
 
-ReadPlan choose_read(const Recipe& recipe, const PlanMachine& machine) {
-  if (machine.ranks == 1) return ReadPlan::all;
-  if (recipe.read != ReadPlan::auto_) return recipe.read;
-  return machine.cuda ? ReadPlan::share : ReadPlan::all;
+ReadMode choose_read(const Recipe& recipe, const PlanMachine& machine) {
+  if (machine.ranks == 1) return ReadMode::all;
+  if (recipe.read != ReadMode::auto_) return recipe.read;
+  return machine.cuda ? ReadMode::share : ReadMode::all;
 }
 
 ReducePlan choose_reduce(const Recipe& recipe, const Inputs& inputs, const PlanMachine& machine) {
@@ -205,7 +243,7 @@ ReducePlan choose_reduce(const Recipe& recipe, const Inputs& inputs, const PlanM
   }
   if (recipe.reduce != ReducePlan::auto_) return recipe.reduce;
   if (!tokens_can_travel(recipe, inputs, machine.ranks)) return ReducePlan::reduce_scatter;
-  const ReadPlan read = choose_read(recipe, machine);
+  const ReadMode read = choose_read(recipe, machine);
   const auto seconds = [&](ReducePlan reduce) {
     double sum = 0;
     for (const LayerSpec& layer : inputs.spec.layer) {
@@ -222,20 +260,49 @@ ReducePlan choose_reduce(const Recipe& recipe, const Inputs& inputs, const PlanM
                                                                                : ReducePlan::reduce_scatter;
 }
 
+Fit fit_to_memory(const Recipe& recipe, const Inputs& inputs, const PlanMachine& machine, ReducePlan reduce) {
+  const Fit asked{default_chunk_tokens(recipe, machine.cuda), recipe.offload == Offload::always};
+  if (!machine.cuda || machine.device_memory <= 0) return asked;
+  const bool chunks_open = recipe.chunk_tokens == 0 && !order_free(recipe, machine);
+  std::vector<Fit> choices;
+  for (const bool offload : {false, true}) {
+    if (recipe.offload == (offload ? Offload::never : Offload::always)) continue;
+    // A product of fewer tokens wastes the device; host memory is slower still, but has no such limit.
+    for (int64_t chunk = asked.chunk_tokens; chunk >= (offload ? 2048 : 16384) || chunk == asked.chunk_tokens;
+         chunk /= 2) {
+      choices.push_back({chunk, offload});
+      if (!chunks_open) break;
+    }
+  }
+  const int64_t my_tokens = most_tokens(inputs, machine.ranks);
+  for (const Fit& fit : choices) {
+    Plan plan;
+    plan.longest = inputs.tokens->longest();
+    plan.chunk_tokens = fit.chunk_tokens;
+    plan.offload = fit.offload;
+    plan_memory(plan, recipe, inputs, machine, reduce, my_tokens);
+    // A tenth is for fragments, libraries' workspaces and what the plan does not know.
+    if (static_cast<double>(plan.peak_bytes) < 0.9 * static_cast<double>(machine.device_memory)) return fit;
+  }
+  return choices.back();
+}
+
 Plan make_plan(const Recipe& recipe, const Inputs& inputs, const PlanMachine& machine) {
   const ModelSpec& spec = inputs.spec;
+  const ReducePlan reduce = choose_reduce(recipe, inputs, machine);
+  const ReadMode read = choose_read(recipe, machine);
   Plan plan;
+  plan.reduce = to_string(reduce);
+  plan.read = read == ReadMode::share ? "share" : "all";
   plan.model_type = spec.model_type;
   plan.scheme = recipe.scheme.name;
-  const ReducePlan reduce = choose_reduce(recipe, inputs, machine);
-  const ReadPlan read = choose_read(recipe, machine);
-  plan.reduce = to_string(reduce);
-  plan.read = read == ReadPlan::share ? "share" : "all";
   plan.ranks = machine.ranks;
   plan.samples = inputs.tokens->size();
   plan.tokens = inputs.tokens->tokens();
   plan.longest = inputs.tokens->longest();
-  plan.chunk_tokens = default_chunk_tokens(recipe, machine.cuda);
+  const Fit fit = fit_to_memory(recipe, inputs, machine, reduce);
+  plan.chunk_tokens = fit.chunk_tokens;
+  plan.offload = fit.offload;
   plan.quantized_linears = inputs.selection.count;
   plan.ignored_linears = static_cast<int64_t>(inputs.selection.ignored.size());
   plan.input_bytes = inputs.checkpoint->total_bytes();
@@ -249,16 +316,7 @@ Plan make_plan(const Recipe& recipe, const Inputs& inputs, const PlanMachine& ma
        }())
     plan.parameters += element_count(entry.shape);
 
-  const int64_t my_tokens = [&] {
-    int64_t most = 0;
-    for (const Range& share :
-         balanced_shares(*inputs.tokens, make_chunks(*inputs.tokens, {0, plan.samples}, 0), machine.ranks)) {
-      int64_t sum = 0;
-      for (int64_t s = share.begin; s < share.end; ++s) sum += static_cast<int64_t>((*inputs.tokens)[s].size());
-      most = std::max(most, sum);
-    }
-    return most;
-  }();
+  const int64_t my_tokens = most_tokens(inputs, machine.ranks);
   double forward = 0, hessian = 0, solve = 0, sent = 0;
   int64_t codes = 0;
   for (const LayerSpec& layer : spec.layer) {
@@ -267,8 +325,6 @@ Plan make_plan(const Recipe& recipe, const Inputs& inputs, const PlanMachine& ma
     hessian += one.hessian_flops;
     solve += one.solve_flops;
     sent += static_cast<double>(sent_for_hessians(one, reduce) + sent_for_weights(one, reduce, read) + one.sent_codes);
-    plan.weight_bytes = std::max(plan.weight_bytes, one.weight_bytes);
-    plan.hessian_bytes = std::max(plan.hessian_bytes, one.hessian_bytes);
     auto same = std::ranges::find_if(
         plan.layers, [&](const PlanLayer& l) { return l.kind == one.kind && l.weight_bytes == one.weight_bytes; });
     if (same == plan.layers.end())
@@ -281,9 +337,8 @@ Plan make_plan(const Recipe& recipe, const Inputs& inputs, const PlanMachine& ma
       plan.output_bytes += packed_bytes(linear, recipe.scheme) - linear.rows * linear.cols * size_of(spec.dtype);
       codes += linear.rows * linear.cols;
     }
-    plan.hidden_bytes = my_tokens * spec.hidden * size_of(inputs.compute);
-    for (Tap tap : kTaps) raise_to_tap(plan, recipe, inputs, layer, tap, machine, my_tokens, reduce);
   }
+  plan_memory(plan, recipe, inputs, machine, reduce, my_tokens);
   plan.stage_bytes = codes / std::max<int64_t>(1, spec.layers) +
                      plan.tokens * spec.hidden * size_of(inputs.compute) * (recipe.keep_last + 1);
   plan.forward_seconds = forward / machine.ranks / machine.gemm_rate;
@@ -335,6 +390,7 @@ std::string readable_plan(const Plan& p) {
   t += fmt::format("memory/rank  {}: hidden {}, kept activations {}, layer {}, Hessians {}, solve {}, chunk {}\n",
                    gb(p.peak_bytes), gb(p.hidden_bytes), gb(p.kept_bytes), gb(p.weight_bytes), gb(p.hessian_bytes),
                    gb(p.solve_bytes), gb(p.scratch_bytes));
+  if (p.offload) t += fmt::format("host memory  {} a rank: activations but for two chunks\n", gb(p.host_bytes));
   if (p.ranks > 1)
     for (const PlanLayer& l : p.layers)
       t += fmt::format(
@@ -393,7 +449,9 @@ std::string plan_json(const Plan& p) {
                 {"weight_bytes", p.weight_bytes},
                 {"hessian_bytes", p.hessian_bytes},
                 {"solve_bytes", p.solve_bytes},
-                {"scratch_bytes", p.scratch_bytes}}},
+                {"scratch_bytes", p.scratch_bytes},
+                {"offload", p.offload},
+                {"host_bytes", p.host_bytes}}},
               {"disk",
                {{"input_bytes", p.input_bytes},
                 {"output_bytes", p.output_bytes},

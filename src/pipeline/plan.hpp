@@ -36,12 +36,23 @@ struct PlanLayer {
   int64_t sent_codes = 0;
 };
 
+/// How activations fit a rank's memory.
+struct Fit {
+  int64_t chunk_tokens = 0;
+  bool offload = false;
+};
+/// The recipe's chunks and place of activations. Where it leaves them open and the device's memory is known, the first
+/// of these whose planned peak fits: large chunks, smaller ones, activations in host memory with ever smaller chunks.
+/// Chunks are left as they are where sums are order-free, since they decide the bits. Meant for devices: the host's own
+/// memory is no place to go to.
+Fit fit_to_memory(const Recipe& recipe, const Inputs& inputs, const PlanMachine& machine, ReducePlan reduce);
+
 /// The recipe's plan, or where it says auto the one that costs least: bytes sent at the wire's rate, and every walk
 /// over the chunks that the memory budget forces at the forward pass's and the Hessian's. Tokens go to owners only
 /// where routed experts are quantized and every rank can own one.
 ReducePlan choose_reduce(const Recipe& recipe, const Inputs& inputs, const PlanMachine& machine);
 /// The recipe's way of reading, or where it says auto: share on several GPUs.
-ReadPlan choose_read(const Recipe& recipe, const PlanMachine& machine);
+ReadMode choose_read(const Recipe& recipe, const PlanMachine& machine);
 std::string to_string(ReducePlan plan);
 
 struct Plan {
@@ -50,6 +61,8 @@ struct Plan {
   int64_t samples = 0, tokens = 0, longest = 0, chunk_tokens = 0;
   int ranks = 1;
   std::vector<PlanLayer> layers;
+  bool offload = false;
+  int64_t host_bytes = 0;  ///< page-locked host memory for activations, a rank
   int64_t hidden_bytes = 0, kept_bytes = 0, weight_bytes = 0, hessian_bytes = 0, solve_bytes = 0, scratch_bytes = 0,
           peak_bytes = 0;  ///< a rank
   int64_t input_bytes = 0, output_bytes = 0, stage_bytes = 0, disk_free = 0;

@@ -21,6 +21,18 @@
 namespace shardq {
 namespace {
 
+ReadPlan read_plan(Job& job) {
+  ReadPlan plan;
+  plan.rank = job.host.rank();
+  plan.ranks = job.host.size();
+  plan.share = job.read == ReadMode::share;
+  plan.own_experts = job.expert_parallel();
+  plan.all_gather = [&device = job.device](void* data, std::span<const Range> ranges, int64_t element_size) {
+    device.all_gather(data, ranges, element_size);
+  };
+  return plan;
+}
+
 /// The sequential pipeline over layers, on every rank.
 class Run {
  public:
@@ -31,12 +43,14 @@ class Run {
         writer_(writer),
         output_(output),
         source_(job.checkpoint, job.spec),
-        reader_(job.backend, source_, job.spec, job.compute, job.recipe.check_finite),
+        reader_(job.backend, source_, job.spec, job.compute, job.recipe.check_finite, read_plan(job)),
         progress_(job.host.rank() == 0, static_cast<double>(job.spec.layers * 4)),
+        chunks_(job.backend),
         resuming_(resuming) {}
 
   void layers();
   const Report& report() const { return report_; }
+  bool offloaded() const { return chunks_.offloaded(); }
 
  private:
   bool rtn() const { return job_.recipe.scheme.method == Method::rtn; }
@@ -60,7 +74,7 @@ class Run {
   Progress progress_;
   Report report_;
   RopeTable rope_;
-  std::vector<ChunkState> chunks_;
+  ChunkStore chunks_;
   Stopwatch since_hidden_;
   std::vector<std::string> hidden_stages_;  ///< stored hidden states, oldest first
   bool resuming_;
@@ -81,15 +95,15 @@ void Run::start_chunks() {
       if (samples.begin < job_.shares[r].begin || samples.end > job_.shares[r].end) continue;
       ++counts[r];
       if (r != job_.host.rank()) continue;
-      ChunkState& chunk = chunks_.emplace_back();
-      chunk.starts = {0};
+      std::vector<int64_t> starts{0};
       for (int64_t s = samples.begin; s < samples.end; ++s)
-        chunk.starts.push_back(chunk.starts.back() + static_cast<int64_t>(job_.tokens[s].size()));
+        starts.push_back(starts.back() + static_cast<int64_t>(job_.tokens[s].size()));
+      chunks_.add(std::move(starts));
     }
   job_.most_chunks = *std::ranges::max_element(counts);
   // With owners every chunk is a meeting of all ranks: those that have fewer bring empty ones.
-  while (job_.expert_parallel() && static_cast<int64_t>(chunks_.size()) < job_.most_chunks)
-    chunks_.emplace_back().starts = {0};
+  while (job_.expert_parallel() && chunks_.size() < job_.most_chunks) chunks_.add({0});
+  if (job_.offload) chunks_.offload();
 }
 
 /// The layer whose input is at hand after a restart: the last stored hidden states, or the embedding.
@@ -215,19 +229,9 @@ void Run::layer(const LayerSpec& layer) {
   LayerWeights weights;
   {
     PhaseTimer timer(job_.seconds, "read");
-    agree(job_.host, [&] {
-      weights = reader_.get(layer.index);
-      job_.backend.synchronize();
-    });
-  }
-  for (Tap tap : kTaps) {  // INTERIM
-    Tensor& stack = weights.taps[static_cast<size_t>(tap)];
-    const Range own = job_.own_matrices(layer, tap);
-    if (!job_.owned(layer, tap) || stack.shape()[0] == own.size()) continue;
-    Tensor mine(job_.backend, stack.dtype(), {own.size(), stack.shape()[1], stack.shape()[2]}, "own experts");
-    const int64_t each = stack.shape()[1] * stack.shape()[2] * size_of(stack.dtype());
-    job_.backend.copy(mine.data(), stack.as<char>() + own.begin * each, own.size() * each);
-    stack = std::move(mine);
+    agree(job_.host, [&] { reader_.prepare(layer.index); });
+    weights = reader_.take(layer.index);
+    job_.backend.synchronize();
   }
   report_progress("a layer's weights");
   std::optional<LayerForward> forward;
@@ -263,11 +267,7 @@ void Run::layer(const LayerSpec& layer) {
                    fmt::format("layer {}/{} {}", layer.index + 1, job_.spec.layers, to_string(tap)));
     safe_point();
   }
-  if (forward && layer.index + 1 < job_.spec.layers) {
-    PhaseTimer timer(job_.seconds, "forward");
-    for (ChunkState& chunk : chunks_) forward->finish(chunk);
-    job_.backend.synchronize();
-  }
+  if (forward && layer.index + 1 < job_.spec.layers) solver.finish(*forward, chunks_);
   PhaseTimer timer(job_.seconds, "write");
   agree(job_.host, [&] {
     if (!output_.has_shard(layer)) output_.write(layer);
@@ -283,16 +283,17 @@ void Run::layers() {
     PhaseTimer timer(job_.seconds, "read");
     agree(job_.host, [&] {
       int64_t sample = job_.my_samples().begin;
-      for (ChunkState& chunk : chunks_) {
+      const auto fill = [&](ChunkState& chunk) {
         if (start > 0) {
           chunk.hidden = Tensor(job_.backend, job_.compute, {chunk.starts.back(), job_.spec.hidden}, "hidden states");
-          continue;
+          return;
         }
         std::vector<int32_t> ids;
         for (size_t s = 0; s + 1 < chunk.starts.size(); ++s, ++sample)
           ids.insert(ids.end(), job_.tokens[sample].begin(), job_.tokens[sample].end());
         chunk.hidden = embed(job_.backend, job_.checkpoint, job_.spec, ids, job_.compute);
-      }
+      };
+      for (int64_t i = 0; i < chunks_.size(); ++i) chunks_.visit(i, fill, true);
       if (start > 0) load_hidden(job_.backend, store_, hidden_stage_name(start), first_token(), chunks_);
     });
   }
@@ -345,8 +346,11 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
   agree(host, [&] { inputs = check_inputs(recipe); });
   const std::filesystem::path work = work_directory(recipe);
   if (recipe.reproducible == "auto") recipe.reproducible = backend.is_host() ? "true" : "false";
-  recipe.chunk_tokens = default_chunk_tokens(recipe, !backend.is_host());
-  const auto fingerprint = run_fingerprint(recipe, inputs);
+  // Where chunks decide the bits they are part of what is asked; elsewhere they follow the memory at hand.
+  if (recipe.reproducible == "true") recipe.chunk_tokens = default_chunk_tokens(recipe, !backend.is_host());
+  Recipe decisive = recipe;
+  if (recipe.reproducible != "true") decisive.chunk_tokens = 0;
+  const auto fingerprint = run_fingerprint(decisive, inputs);
   // Every rank must come to the same plans: the smallest memory counts.
   std::vector<int64_t> memory(host.size(), 0);
   std::vector<Range> one_each;
@@ -355,7 +359,11 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
   host.all_gather(memory.data(), one_each, sizeof(int64_t));
   const PlanMachine machine = plan_machine(host.size(), !backend.is_host(), *std::ranges::min_element(memory));
   ReducePlan reduce = ReducePlan::reduce_scatter;
-  agree(host, [&] { reduce = choose_reduce(recipe, inputs, machine); });
+  Fit fit;
+  agree(host, [&] {
+    reduce = choose_reduce(recipe, inputs, machine);
+    fit = fit_to_memory(recipe, inputs, machine, reduce);
+  });
 
   const bool had_work = StageStore::peek_fingerprint(work).has_value();
   SHARDQ_CHECK(had_work || recipe.resume != ResumeMode::require, ExitCode::usage,
@@ -412,18 +420,19 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
           .chunks = {},
           .reduce = reduce,
           .read = choose_read(recipe, machine),
+          .offload = fit.offload,
           .device_memory = machine.device_memory,
           .reproducible = recipe.reproducible == "true",
           .seconds = {}};
   const Range all{0, inputs.tokens->size()};
   if (job.reproducible) {
     // Fixed chunks, shared out whole: what is in a chunk must not depend on the ranks.
-    job.chunks = make_chunks(*inputs.tokens, all, recipe.chunk_tokens);
+    job.chunks = make_chunks(*inputs.tokens, all, fit.chunk_tokens);
     job.shares = balanced_shares(*inputs.tokens, job.chunks, host.size());
   } else {
     job.shares = balanced_shares(*inputs.tokens, make_chunks(*inputs.tokens, all, 0), host.size());
     for (const Range& share : job.shares)
-      for (const Range& chunk : make_chunks(*inputs.tokens, share, recipe.chunk_tokens)) job.chunks.push_back(chunk);
+      for (const Range& chunk : make_chunks(*inputs.tokens, share, fit.chunk_tokens)) job.chunks.push_back(chunk);
   }
   LayerOutput output(job, *writer);
   Run run(job, *store, *writer, output, resuming);
@@ -445,6 +454,10 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
   summary.work = work.string();
   summary.device = backend.name();
   summary.ranks = host.size();
+  summary.reduce = to_string(job.reduce);
+  summary.read = job.read == ReadMode::share ? "share" : "all";
+  summary.chunk_tokens = fit.chunk_tokens;
+  summary.offload = run.offloaded();
   summary.samples = inputs.tokens->size();
   summary.tokens = inputs.tokens->tokens();
   summary.input_bytes = inputs.checkpoint->total_bytes();

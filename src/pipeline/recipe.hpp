@@ -15,7 +15,9 @@ namespace shardq {
 /// expert parallelism, where tokens travel to the owners of their experts and nothing is summed over ranks.
 enum class ReducePlan { auto_, all_reduce, reduce_scatter, all_to_all };
 /// Weights from the files: whole layers on every rank, or a share a rank and the rest from the others.
-enum class ReadPlan { auto_, all, share };
+enum class ReadMode { auto_, all, share };
+/// Activations between the chunks at work: in backend memory, or in page-locked host memory.
+enum class Offload { auto_, never, always };
 enum class Sequential { sublayer, layer };
 enum class ExpertTokens { routed, all };
 enum class ResumeMode { auto_, never, require };
@@ -44,8 +46,9 @@ struct Recipe {
   /// Hessian while it is summed. "auto" is on for the CPU and off for CUDA.
   std::string reproducible = "auto";
   ReducePlan reduce = ReducePlan::auto_;  ///< auto: the cheapest by bytes, rates and memory (choose_reduce)
-  ReadPlan read = ReadPlan::auto_;   ///< auto: share on several GPUs, all on the CPU (the page cache shares already)
+  ReadMode read = ReadMode::auto_;   ///< auto: share on several GPUs, all on the CPU (the page cache shares already)
   int64_t hessian_budget = 0;        ///< bytes of expert Hessians held at once; 0: a quarter of the device's memory
+  Offload offload = Offload::auto_;  ///< auto: when the plan says that they do not fit (fit_to_memory)
   double checkpoint_interval = 300;  ///< seconds between stored hidden states; codes are stored after every tap
   int64_t keep_last = 1;             ///< stored hidden states kept
   double watchdog_seconds = 600;

@@ -155,6 +155,8 @@ std::string report_json(const RunSummary& s, const Report& report, const std::ve
               {"work", s.work},
               {"device", s.device},
               {"ranks", s.ranks},
+              {"plan",
+               {{"reduce", s.reduce}, {"read", s.read}, {"chunk_tokens", s.chunk_tokens}, {"offload", s.offload}}},
               {"samples", s.samples},
               {"tokens", s.tokens},
               {"seconds", s.seconds},

@@ -50,6 +50,9 @@ PhaseSeconds phases_from_json(const std::string& text);
 /// Facts of a finished run for report.json and the summary on the terminal.
 struct RunSummary {
   std::string output, work, device;
+  std::string reduce, read;  ///< the plans that were followed
+  int64_t chunk_tokens = 0;
+  bool offload = false;  ///< activations in host memory, planned or because memory ran out (rank 0)
   int ranks = 1;
   int64_t samples = 0, tokens = 0, input_bytes = 0, output_bytes = 0, peak_memory = 0;
   double seconds = 0;

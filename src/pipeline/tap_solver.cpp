@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/error.hpp"
+#include "core/fault_point.hpp"
 
 namespace shardq {
 namespace {
@@ -95,6 +96,7 @@ MatrixNames TapSolver::names(Tap tap, Range matrices) const {
 
 TapHessian TapSolver::new_hessian(Tap tap, Range matrices) {
   TapHessian hessian;
+  fault_point("new_hessian");
   const int64_t cols = job_.spec.tap_shape(layer_, tap).cols;
   hessian.matrices = matrices;
   hessian.sums = Tensor(job_.backend, DType::f32, {matrices.size(), cols, cols}, "Hessian sums");
@@ -111,7 +113,15 @@ TapHessian TapSolver::new_hessian(Tap tap, Range matrices) {
   return hessian;
 }
 
-void TapSolver::add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkState& chunk) {
+std::vector<TapInput> TapSolver::reach(Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk) {
+  const auto step = [&] {
+    fault_point("forward");
+    return forward.inputs(tap, chunk);
+  };
+  return owned(tap) ? step() : with_room(chunks, step);
+}
+
+void TapSolver::add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk) {
   const Range m = hessian.matrices;
   if (layer_.moe && tap == Tap::down && job_.recipe.experts == ExpertTokens::all) {
     // Every expert sees every token; the chunk stays at gate/up until all experts have, and solve() then moves it on.
@@ -131,7 +141,7 @@ void TapSolver::add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkSt
   std::vector<TapInput> parts;
   {
     PhaseTimer timer(job_.seconds, "forward");
-    parts = forward.inputs(tap, chunk);
+    parts = reach(tap, forward, chunks, chunk);
     if (shared_hessian(tap)) parts = {{forward.mlp_input(chunk), {0, chunk.starts.back()}}};
     job_.backend.synchronize();
   }
@@ -354,13 +364,13 @@ void TapSolver::solve_wave(Tap tap, TapHessian& hessian, const HessianPool& pool
   if (!alone) gather(result, wave, by_rows);
 }
 
-TapResult TapSolver::solve(Tap tap, LayerForward& forward, std::vector<ChunkState>& chunks, const StackView& weights) {
+TapResult TapSolver::solve(Tap tap, LayerForward& forward, ChunkStore& chunks, const StackView& weights) {
   Stopwatch watch;
   TapResult result = new_result(tap);
   const int64_t count = result.codes.shape()[0];
   const auto accumulate = [&](Range range) {
-    TapHessian hessian = new_hessian(tap, range);
-    each_chunk(chunks, [&](ChunkState& chunk) { add(hessian, tap, forward, chunk); });
+    TapHessian hessian = with_room(chunks, [&] { return new_hessian(tap, range); });
+    each_chunk(chunks, [&](ChunkState& chunk) { add(hessian, tap, forward, chunks, chunk); });
     reduce_exact(hessian, tap);
     return hessian;
   };
@@ -391,13 +401,13 @@ TapResult TapSolver::solve(Tap tap, LayerForward& forward, std::vector<ChunkStat
   return result;
 }
 
-std::vector<TapHessian> TapSolver::accumulate_all(LayerForward& forward, std::vector<ChunkState>& chunks) {
+std::vector<TapHessian> TapSolver::accumulate_all(LayerForward& forward, ChunkStore& chunks) {
   std::vector<TapHessian> hessians;
   for (Tap tap : kTaps)
     hessians.push_back(new_hessian(tap, shared_hessian(tap) ? Range{0, 1} : job_.own_matrices(layer_, tap)));
   each_chunk(chunks, [&](ChunkState& chunk) {
     ChunkState copy = clone(job_.backend, chunk);
-    for (size_t t = 0; t < hessians.size(); ++t) add(hessians[t], kTaps[t], forward, copy);
+    for (size_t t = 0; t < hessians.size(); ++t) add(hessians[t], kTaps[t], forward, chunks, copy);
   });
   for (size_t t = 0; t < hessians.size(); ++t) reduce_exact(hessians[t], kTaps[t]);
   return hessians;
@@ -438,20 +448,36 @@ TapResult TapSolver::round(Tap tap, const StackView& weights) {
   return result;
 }
 
-void TapSolver::advance(Tap tap, LayerForward& forward, std::vector<ChunkState>& chunks) {
+void TapSolver::advance(Tap tap, LayerForward& forward, ChunkStore& chunks) {
   each_chunk(chunks, [&](ChunkState& chunk) {
     PhaseTimer timer(job_.seconds, "forward");
-    forward.inputs(tap, chunk);
+    reach(tap, forward, chunks, chunk);
     job_.backend.synchronize();
   });
 }
 
-void TapSolver::each_chunk(std::vector<ChunkState>& chunks, const std::function<void(ChunkState&)>& body) {
-  for (ChunkState& chunk : chunks) {
-    body(chunk);
+void TapSolver::finish(LayerForward& forward, ChunkStore& chunks) {
+  PhaseTimer timer(job_.seconds, "forward");
+  const auto one = [&](ChunkState& chunk) {
+    const auto step = [&] {
+      fault_point("forward");
+      forward.finish(chunk);
+    };
+    if (owned(Tap::down))
+      step();
+    else
+      with_room(chunks, step);
+  };
+  for (int64_t i = 0; i < chunks.size(); ++i) chunks.visit(i, one);
+  job_.backend.synchronize();
+}
+
+void TapSolver::each_chunk(ChunkStore& chunks, const std::function<void(ChunkState&)>& body) {
+  for (int64_t i = 0; i < chunks.size(); ++i) {
+    chunks.visit(i, body);
     safe_point_();
   }
-  for (int64_t extra = static_cast<int64_t>(chunks.size()); extra < job_.most_chunks; ++extra) safe_point_();
+  for (int64_t extra = chunks.size(); extra < job_.most_chunks; ++extra) safe_point_();
 }
 
 }  // namespace shardq

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "model/layer_forward.hpp"
+#include "pipeline/chunk_store.hpp"
 #include "pipeline/job.hpp"
 
 namespace shardq {
@@ -48,24 +49,28 @@ class TapSolver {
 
   /// Hessian of `tap` over `chunks`, each advanced to it. Experts beyond the memory budget go in waves, which revisit
   /// the inputs. weights: the tap's stack [own matrices, rows, cols], still original.
-  TapResult solve(Tap tap, LayerForward& forward, std::vector<ChunkState>& chunks, const StackView& weights);
+  TapResult solve(Tap tap, LayerForward& forward, ChunkStore& chunks, const StackView& weights);
   /// For `sequential: layer`: all four Hessians in one pass of copies of the chunks through the original weights.
-  std::vector<TapHessian> accumulate_all(LayerForward& forward, std::vector<ChunkState>& chunks);
+  std::vector<TapHessian> accumulate_all(LayerForward& forward, ChunkStore& chunks);
   /// The solve of a tap whose Hessian is at hand (all matrices, one wave).
   TapResult solve_accumulated(Tap tap, TapHessian hessian, const StackView& weights);
   /// Plain rounding of this rank's share.
   TapResult round(Tap tap, const StackView& weights);
   /// Moves chunks to a tap without a Hessian.
-  void advance(Tap tap, LayerForward& forward, std::vector<ChunkState>& chunks);
+  void advance(Tap tap, LayerForward& forward, ChunkStore& chunks);
+  /// Moves chunks out of the layer.
+  void finish(LayerForward& forward, ChunkStore& chunks);
 
   /// Matrices that share ONE Hessian: all experts of gate/up when every expert sees every token.
   bool shared_hessian(Tap tap) const;
 
  private:
   /// body and safe point for every chunk, then the safe points that ranks with more chunks still make.
-  void each_chunk(std::vector<ChunkState>& chunks, const std::function<void(ChunkState&)>& body);
+  void each_chunk(ChunkStore& chunks, const std::function<void(ChunkState&)>& body);
   TapHessian new_hessian(Tap tap, Range matrices);
-  void add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkState& chunk);
+  void add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk);
+  /// The tap's input, with another try when memory runs out where no other rank takes part.
+  std::vector<TapInput> reach(Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk);
   /// Rows of matrices [first, first + offsets.size() - 1) of the stack.
   void add_rows(TapHessian& hessian, int64_t first, const MatrixView& x, const std::vector<int64_t>& offsets);
   /// In reproducible mode: sums over ranks everywhere (owned taps are complete already), read as floats.

@@ -167,29 +167,30 @@ std::vector<std::string> TapStages::stages_before(int64_t layer) const {
   return stages;
 }
 
-StageArray hidden_array(Backend& backend, const std::vector<ChunkState>& chunks, int64_t first_row, int64_t total_rows,
-                        int64_t hidden, DType dtype) {
+StageArray hidden_array(Backend& backend, ChunkStore& chunks, int64_t first_row, int64_t total_rows, int64_t hidden,
+                        DType dtype) {
   StageArray array;
   array.name = "hidden";
   array.dtype = dtype;
   array.first_row = first_row;
   array.total_rows = total_rows;
   int64_t rows = 0;
-  for (const ChunkState& chunk : chunks) rows += chunk.starts.back();
+  for (int64_t i = 0; i < chunks.size(); ++i) rows += chunks.starts(i).back();
   array.shape = {rows, hidden};
   array.data.resize(rows * hidden * size_of(dtype));
   std::byte* at = array.data.data();
-  for (const ChunkState& chunk : chunks) {
-    backend.download(at, chunk.hidden.data(), chunk.hidden.bytes());
-    at += chunk.hidden.bytes();
-  }
+  for (int64_t i = 0; i < chunks.size(); ++i)
+    chunks.visit(i, [&](ChunkState& chunk) {
+      backend.download(at, chunk.hidden.data(), chunk.hidden.bytes());
+      at += chunk.hidden.bytes();
+    });
   return array;
 }
 
 void load_hidden(Backend& backend, const StageStore& store, const std::string& stage, int64_t first_row,
-                 std::vector<ChunkState>& chunks) {
+                 ChunkStore& chunks) {
   int64_t row = first_row;
-  for (ChunkState& chunk : chunks) {
+  const auto fill = [&](ChunkState& chunk) {
     const int64_t rows = chunk.starts.back();
     const StageArray part = store.read(stage, "hidden", row, row + rows);
     SHARDQ_CHECK(static_cast<int64_t>(part.data.size()) == chunk.hidden.bytes(), ExitCode::disk,
@@ -197,7 +198,8 @@ void load_hidden(Backend& backend, const StageStore& store, const std::string& s
                  chunk.hidden.bytes(), row, row + rows, part.data.size());
     backend.upload(chunk.hidden.data(), part.data.data(), chunk.hidden.bytes());
     row += rows;
-  }
+  };
+  for (int64_t i = 0; i < chunks.size(); ++i) chunks.visit(i, fill, true);
 }
 
 }  // namespace shardq

@@ -51,10 +51,10 @@ class TapStages {
 /// "layer0003.hidden": hidden states that enter layer 3.
 std::string hidden_stage_name(int64_t layer);
 /// This rank's hidden states as one array of rows in sample order.
-StageArray hidden_array(Backend& backend, const std::vector<ChunkState>& chunks, int64_t first_row, int64_t total_rows,
-                        int64_t hidden, DType dtype);
+StageArray hidden_array(Backend& backend, ChunkStore& chunks, int64_t first_row, int64_t total_rows, int64_t hidden,
+                        DType dtype);
 /// Fills the chunks' hidden states from a stage.
 void load_hidden(Backend& backend, const StageStore& store, const std::string& stage, int64_t first_row,
-                 std::vector<ChunkState>& chunks);
+                 ChunkStore& chunks);
 
 }  // namespace shardq

@@ -15,9 +15,11 @@ MINI_MOE = SOURCE / "models/mini-moe"
 USAGE, INPUT, DISK, FALLBACKS = 2, 3, 4, 5  # exit codes, as in README.md
 
 
-def run(*arguments, ranks=0, threads=2, limit_s=600, **options):
-    """The program's result, output as text. ranks 0: without a launcher."""
+def run(*arguments, ranks=0, threads=2, limit_s=600, fault=None, **options):
+    """The program's result, output as text. ranks 0: without a launcher. fault: as in $SHARDQ_FAULT."""
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
+    if fault:
+        environment["SHARDQ_FAULT"] = fault
     command = [BINARY, *map(str, arguments)]
     if ranks:
         environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")

@@ -14,12 +14,13 @@ SHARE = 1e-2  # of codes that may differ where sums are not order-free (4 layers
 
 
 class Ranks(ProgramTest):
-    def job(self, name, *arguments, ranks=1, tokens=None):
+    def job(self, name, *arguments, ranks=1, tokens=None, fault=None):
         output, work = self.scratch / name, self.scratch / f"{name}.work"
         result = run("quantize", SOURCE / "configs/mini-moe.yaml", "--model", MINI_MOE, "--tokens", tokens or MINI_MOE / "calib_ids.npy",
                      "--output", output, "--work", work, "--device", "cpu", "--set", "calibration.max_samples=32",
-                     "--set", "calibration.max_length=128", *arguments, ranks=ranks, threads=1)  # fmt: skip
+                     "--set", "calibration.max_length=128", *arguments, ranks=ranks, threads=1, fault=fault)  # fmt: skip
         self.assertEqual(result.returncode, 0, result.stderr + result.stdout)
+        self.said = result.stdout + result.stderr
         return output
 
     def assert_same(self, one, other, exact=True):
@@ -82,6 +83,34 @@ class Ranks(ProgramTest):
         path.write_text("\n".join(json.dumps([choose.randrange(2048) for _ in range(choose.randint(1, 900))]) for _ in range(9)))
         arguments = ("--set", "calibration.max_length=0")
         self.assert_same(self.job("ragged1", *arguments, tokens=path), self.job("ragged4", *arguments, "--set", "parallel.reduce=all_to_all", tokens=path, ranks=4))
+
+    def test_shares_of_the_weights_give_the_same(self):
+        one, share = self.job("one"), ("--set", "parallel.read=share")
+        for ranks in (2, 3):
+            self.assert_same(one, self.job(f"share{ranks}", *share, ranks=ranks))
+        self.assert_same(one, self.job("share_owners", *share, "--set", "parallel.reduce=all_to_all", ranks=3))
+
+    def test_activations_in_host_memory_give_the_same(self):
+        one, away = self.job("one"), ("--set", "memory.offload=always")
+        self.assert_same(one, self.job("away1", *away))
+        self.assert_same(one, self.job("away3", *away, "--set", "parallel.reduce=all_to_all", ranks=3))
+        self.assert_same(self.job("layer", "--set", "calibration.sequential=layer"), self.job("layer_away", *away, "--set", "calibration.sequential=layer"))
+
+    def test_memory_that_runs_out_sends_activations_away(self):
+        sums = ("--set", "calibration.chunk_tokens=512", "--set", "parallel.reduce=reduce_scatter")
+        one = self.job("one", *sums)
+        for visit in (3, 9, 20):
+            self.assert_same(one, self.job(f"out{visit}", *sums, ranks=2, fault=f"oom@forward#{visit},rank=1"))
+            self.assertIn("activations go to host memory", self.said)
+        self.assert_same(one, self.job("hessian", *sums, fault="oom@new_hessian#5"))
+        # Where other ranks take part there is no second try: the job ends, and says of what.
+        name = self.scratch / "owners"
+        result = run("quantize", SOURCE / "configs/mini-moe.yaml", "--model", MINI_MOE, "--tokens", MINI_MOE / "calib_ids.npy", "--output", name,
+                     "--work", f"{name}.work", "--device", "cpu", "--set", "calibration.max_samples=8", "--set", "parallel.reduce=all_to_all", ranks=2,
+                     threads=1, fault="oom@forward#3,rank=1")  # fmt: skip
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("out of memory", result.stderr)
+        self.assertIn("rank 1", result.stderr)
 
     def test_plain_sums_differ_a_little_only(self):
         plain = ("--set", "parallel.reproducible=false")

@@ -2,11 +2,10 @@
 
 #include <gtest/gtest.h>
 
-#include <random>
 #include <thread>
 
 #include "core/error.hpp"
-#include "io/packing.hpp"
+#include "model_variants.hpp"
 #include "temporary_model.hpp"
 
 namespace shardq {
@@ -79,16 +78,7 @@ TEST(WeightSource, FusedAndPerExpertLayoutsAreTheSameWeights) {
 TEST(WeightSource, ATransposedFusedTensorIsTurned) {
   const auto backend = make_cpu_backend();
   TemporaryModel model("qwen3_moe_fused");
-  for (int64_t layer = 0; layer < 2; ++layer)
-    for (const auto& [part, rows, cols] : {std::tuple{"down_proj", 48, 24}}) {
-      const std::string name = "model.layers." + std::to_string(layer) + ".mlp.experts." + part;
-      const std::vector<float> before(model.floats(name), model.floats(name) + 8 * rows * cols);
-      model.tensors[name].shape = {8, cols, rows};
-      for (int64_t e = 0; e < 8; ++e)
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t c = 0; c < cols; ++c)
-            model.floats(name)[(e * cols + c) * rows + r] = before[(e * rows + r) * cols + c];
-    }
+  transpose_down_experts(model);
   const Checkpoint turned = model.write(), plain(golden_directory() / "qwen3_moe");
   const ModelSpec turned_spec = read_model_spec(turned), plain_spec = read_model_spec(plain);
   EXPECT_TRUE(turned_spec.layer[0].linears.back().fused_transposed);
@@ -130,6 +120,73 @@ TEST(WeightSource, ConvertsToTheComputeDtype) {
   EXPECT_EQ(tap_values(*backend, bf16, Tap::qkv), want);
 }
 
+/// Equal tensors, or both absent.
+void expect_equal(Backend& backend, const Tensor& got, const Tensor& want) {
+  ASSERT_EQ(static_cast<bool>(got), static_cast<bool>(want));
+  if (!want) return;
+  EXPECT_EQ(got.shape(), want.shape());
+  EXPECT_EQ(to_host(backend, got), to_host(backend, want));
+}
+
+TEST(WeightSource, StacksHoldTheExpertsAskedFor) {
+  const auto backend = make_cpu_backend();
+  for (const char* name : {"qwen3_moe_dense", "mixtral_fused"}) {
+    const Checkpoint checkpoint(golden_directory() / name);
+    const ModelSpec spec = read_model_spec(checkpoint);
+    const WeightSource source(checkpoint, spec);
+    HostLayer host(*backend);
+    for (const LayerSpec& layer : spec.layer) {
+      const LayerWeights all = source.load(*backend, layer, DType::f32, true);
+      EXPECT_EQ(all.experts, (layer.moe ? Range{0, spec.experts} : Range{}));
+      for (const Range experts :
+           {Range{0, spec.experts}, Range{1, 3}, Range{2, 2}, Range{spec.experts, spec.experts}}) {
+        const WeightPart part{.experts = experts};
+        source.read(layer, DType::f32, true, host, part);
+        const LayerWeights both_ways[] = {source.load(*backend, layer, DType::f32, true, part),
+                                          source.upload(*backend, layer, DType::f32, host, part)};
+        for (const LayerWeights& some : both_ways) {
+          EXPECT_EQ(some.experts, (layer.moe ? experts : Range{}));
+          for (Tap tap : kTaps) {
+            const auto index = static_cast<size_t>(tap);
+            const bool routed = layer.moe && (tap == Tap::gate_up || tap == Tap::down);
+            const Range held = routed ? experts : Range{0, 1};
+            const std::vector<float> whole = tap_values(*backend, all, tap);
+            const Shape shape = all.taps[index].shape();
+            const int64_t one = shape[1] * shape[2];
+            EXPECT_EQ(some.taps[index].shape(), (Shape{held.size(), shape[1], shape[2]}));
+            EXPECT_EQ(tap_values(*backend, some, tap),
+                      std::vector<float>(whole.begin() + held.begin * one, whole.begin() + held.end * one));
+            expect_equal(*backend, some.biases[index], all.biases[index]);
+          }
+          expect_equal(*backend, some.router, all.router);
+          expect_equal(*backend, some.input_norm, all.input_norm);
+        }
+      }
+      if (layer.moe) {
+        EXPECT_LT(source.layer_bytes(layer, DType::f32, {.experts = Range{1, 3}}),
+                  source.layer_bytes(layer, DType::f32));
+      }
+    }
+  }
+}
+
+TEST(WeightSource, ExpertsNotHeldAreNotLookedAt) {
+  const auto backend = make_cpu_backend();
+  TemporaryModel model("qwen3_moe");
+  model.floats("model.layers.0.mlp.experts.5.up_proj.weight")[3] = NAN;
+  const Checkpoint checkpoint = model.write();
+  const ModelSpec spec = read_model_spec(checkpoint);
+  const WeightSource source(checkpoint, spec);
+  const auto load = [&](Range experts) {
+    source.load(*backend, spec.layer[0], DType::f32, true, {.experts = experts});
+  };
+  EXPECT_NO_THROW(load({0, 5}));
+  EXPECT_NO_THROW(load({6, 8}));
+  EXPECT_THROW(load({5, 6}), Error);
+  EXPECT_THROW(load({7, 9}), Error);  // there are eight
+  EXPECT_THROW(load({3, 2}), Error);
+}
+
 void expect_nonfinite(const char* golden, const std::string& tensor, int64_t flat, const std::string& position) {
   const auto backend = make_cpu_backend();
   for (const float bad : {NAN, -INFINITY}) {
@@ -160,63 +217,6 @@ TEST(WeightSource, NonFiniteWeightsAreNamedWithTheirPlace) {
   expect_nonfinite("qwen3_moe_fused", "model.layers.0.mlp.experts.gate_up_proj", 48 * 48 * 3 + 48 * 30 + 2,
                    "[3, 30, 2]");
 }
-
-/// Replaces every linear of a model by random codes, and returns the same model with the reconstructed weights in full.
-struct PackedPair {
-  PackedPair(const char* golden, int bits, bool symmetric, int64_t group_size) : packed(golden), full(golden) {
-    const ModelSpec spec = read_model_spec(Checkpoint(golden_directory() / golden));
-    std::mt19937 generator(7);
-    const int lowest = -(1 << (bits - 1)), highest = (1 << (bits - 1)) - 1;
-    std::uniform_int_distribution<int> code(lowest, highest);
-    std::uniform_real_distribution<float> unit(0.01f, 0.05f);
-    for (const LayerSpec& layer : spec.layer)
-      for (const LinearSpec& linear : layer.linears) {
-        const int64_t groups = linear.cols / (group_size < 0 ? linear.cols : group_size);
-        std::vector<int8_t> codes(linear.rows * linear.cols), zeros(linear.rows * groups, 0);
-        for (int8_t& c : codes) c = static_cast<int8_t>(code(generator));
-        if (!symmetric)
-          for (int8_t& z : zeros) z = static_cast<int8_t>(code(generator));
-        packed.tensors.erase(linear.tensor);
-        packed.add(linear.module + ".weight_scale", DType::bf16, {linear.rows, groups});
-        auto* scales = reinterpret_cast<BFloat16*>(packed.tensors[linear.module + ".weight_scale"].owned.data());
-        for (int64_t i = 0; i < linear.rows * groups; ++i) scales[i] = to_bf16(unit(generator));
-        put(linear.module + ".weight_packed", pack_rows(codes, linear.rows, linear.cols, bits),
-            {linear.rows, packed_words(linear.cols, bits)});
-        if (!symmetric)
-          put(linear.module + ".weight_zero_point", pack_columns(zeros, linear.rows, groups, bits),
-              {packed_words(linear.rows, bits), groups});
-        packed.add(linear.module + ".weight_shape", DType::i64, {2});
-        for (int64_t r = 0; r < linear.rows; ++r)
-          for (int64_t c = 0; c < linear.cols; ++c) {
-            const int64_t g = r * groups + c * groups / linear.cols;
-            full.floats(linear.tensor)[r * linear.cols + c] =
-                round_to_bf16(static_cast<float>(codes[r * linear.cols + c] - zeros[g]) * to_float(scales[g]));
-          }
-      }
-    nlohmann::json weights = {{"num_bits", bits},       {"type", "int"},
-                              {"symmetric", symmetric}, {"strategy", group_size < 0 ? "channel" : "group"},
-                              {"dynamic", false},       {"observer", "minmax"},
-                              {"actorder", nullptr}};
-    weights["group_size"] = group_size < 0 ? nlohmann::json(nullptr) : nlohmann::json(group_size);
-    packed.config["quantization_config"] = {{"quant_method", "compressed-tensors"},
-                                            {"format", "pack-quantized"},
-                                            {"quantization_status", "compressed"},
-                                            {"ignore", {"lm_head"}},
-                                            {"config_groups",
-                                             {{"group_0",
-                                               {{"format", "pack-quantized"},
-                                                {"targets", {"Linear"}},
-                                                {"weights", weights},
-                                                {"input_activations", nullptr},
-                                                {"output_activations", nullptr}}}}}};
-  }
-  void put(const std::string& name, const std::vector<int32_t>& words, Shape shape) {
-    packed.add(name, DType::i32, shape);
-    ASSERT_EQ(packed.tensors[name].owned.size(), words.size() * 4);
-    std::memcpy(packed.tensors[name].owned.data(), words.data(), words.size() * 4);
-  }
-  TemporaryModel packed, full;
-};
 
 TEST(WeightSource, QuantizedWeightsAreReconstructedBitForBit) {
   const auto backend = make_cpu_backend();
