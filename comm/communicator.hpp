@@ -40,6 +40,23 @@ class Communicator {
                           int64_t element_size) = 0;
   virtual void broadcast(void* data, int64_t bytes, int root) = 0;
   virtual void barrier() = 0;
+
+  /// Collectives called while `on` may run beside what the caller does after them: their memory must stay as it is
+  /// until join(), which puts them before everything that follows. Without effect where collectives are done on return.
+  virtual void defer(bool on) { (void)on; }
+  virtual void join() {}
+};
+
+/// Defers collectives for its lifetime.
+class Deferred {
+ public:
+  explicit Deferred(Communicator& comm) : comm_(comm) { comm_.defer(true); }
+  ~Deferred() { comm_.defer(false); }
+  Deferred(const Deferred&) = delete;
+  Deferred& operator=(const Deferred&) = delete;
+
+ private:
+  Communicator& comm_;
 };
 
 /// Conveniences that need only the interface.
@@ -70,6 +87,9 @@ std::unique_ptr<Communicator> make_single_communicator();
 /// compiled in. Throws Error(usage) for N singletons under a launcher that says N > 1 tasks (SLURM_NTASKS /
 /// OMPI_COMM_WORLD_SIZE / PMI_SIZE against MPI_Comm_size).
 std::unique_ptr<Communicator> make_host_communicator(int* argc, char*** argv);
+/// A test's communicator over `inner` (which outlives it): what is deferred runs as late as it may, at join() or before
+/// the next collective that is not. Whoever touches the memory of a deferred collective too early gets other results.
+std::unique_ptr<Communicator> make_late_communicator(Communicator& inner);
 /// Rank among the ranks on this node (0 where alone): chooses the GPU.
 int local_rank(Communicator& host);
 /// NCCL communicator for device memory; the id travels over `host`. Throws Error(internal) when not compiled in.

@@ -35,7 +35,8 @@ void check_nccl(ncclResult_t code, ncclComm_t comm, const char* call) {
 /// Device memory over NCCL, one process a GPU.
 ///
 /// Collectives run on a stream of their own with high priority: it waits for what the compute stream has enqueued, and
-/// the compute stream waits for it, so that callers see plain stream order and the host never waits. The communicator
+/// the compute stream waits for it (deferred ones: at join), so that callers see plain stream order and the host never
+/// waits. The communicator
 /// is non-blocking, so no call into NCCL can hang; what can is the device, spinning for a peer that is gone. A monitor
 /// thread therefore watches the end of every collective as a guarded wait and NCCL's asynchronous errors, wherever the
 /// host itself is (say, in a stream synchronisation), and ends the process: NCCL is never torn down while a peer may be
@@ -52,6 +53,7 @@ class NcclCommunicator final : public Communicator {
       SHARDQ_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
       SHARDQ_CUDA(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
       SHARDQ_CUDA(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming));
+      SHARDQ_CUDA(cudaEventCreateWithFlags(&joined_, cudaEventDisableTiming));
       SHARDQ_CUDA(cudaMalloc(&token_, sizeof(float)));
       SHARDQ_CUDA(cudaMemset(token_, 0, sizeof(float)));
     });
@@ -135,6 +137,13 @@ class NcclCommunicator final : public Communicator {
             [&] { SHARDQ_NCCL(ncclBroadcast(data, data, bytes, ncclInt8, root, comm_, stream_)); });
   }
 
+  void defer(bool on) override { deferring_ = on; }
+  void join() override {
+    SHARDQ_CUDA(cudaSetDevice(device_));
+    SHARDQ_CUDA(cudaEventRecord(joined_, stream_));
+    SHARDQ_CUDA(cudaStreamWaitEvent(compute_, joined_, 0));
+  }
+
   /// The only collective for which the host waits.
   void barrier() override {
     all_reduce(token_, 1, ncclFloat32);
@@ -205,7 +214,7 @@ class NcclCommunicator final : public Communicator {
     wait_for_host_part(name);
     const cudaEvent_t done = take_event();
     SHARDQ_CUDA(cudaEventRecord(done, stream_));
-    SHARDQ_CUDA(cudaStreamWaitEvent(compute_, done, 0));
+    if (!deferring_) SHARDQ_CUDA(cudaStreamWaitEvent(compute_, done, 0));
     {
       std::lock_guard lock(mutex_);
       pending_.push_back({done, name});
@@ -274,7 +283,8 @@ class NcclCommunicator final : public Communicator {
 
   int rank_, size_, device_;
   cudaStream_t compute_ = nullptr, stream_ = nullptr;
-  cudaEvent_t ready_ = nullptr;
+  cudaEvent_t ready_ = nullptr, joined_ = nullptr;
+  bool deferring_ = false;
   float* token_ = nullptr;  // one device float for the barrier
   ncclComm_t comm_ = nullptr;
 

@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <cstdlib>
 #include <nlohmann/json.hpp>
 
 #include "core/build_info.hpp"
@@ -77,7 +78,10 @@ int quantize(Communicator& host, RecipeFlags& flags) {
   start_watchdog(host.rank(), recipe.watchdog_seconds);
   std::unique_ptr<Communicator> nccl;
   if (!backend->is_host() && host.size() > 1) nccl = make_nccl_communicator(host, local_rank(host), backend->stream());
-  return static_cast<int>(run_quantize(recipe, *backend, host, nccl ? *nccl : host));
+  Communicator& device = nccl ? *nccl : host;
+  std::unique_ptr<Communicator> late;
+  if (std::getenv("SHARDQ_LATE_COLLECTIVES")) late = make_late_communicator(device);  // for tests
+  return static_cast<int>(run_quantize(recipe, *backend, host, late ? *late : device));
 }
 
 int plan(Communicator& host, RecipeFlags& flags, bool json, int ranks) {

@@ -1,5 +1,5 @@
 // Reversed Cholesky, batched.  J H J = L L^T with J the reversal of order; R = J L J is upper triangular and H = R R^T.
-// Stacks are factorised in place by our own kernels (cholesky.cu), few or odd matrices by cuSOLVER:
+// By cuSOLVER; stacks of even matrices, on request, in place by our own kernels (cholesky.cu):
 //
 // Let A[a][b] = H[n-1-a][n-1-b] be the reversed matrix, stored row-major for b >= a only. cuSOLVER reads memory
 // column-major and sees the lower triangle of the symmetric A; its factor L(b, a) lands at A[a][b]. Then
@@ -206,10 +206,11 @@ void factorize_by_library(CudaBackend::State& state, const Batch& batch, std::sp
   SHARDQ_LAUNCHED("factorize (finish)");
 }
 
-/// SHARDQ_FACTOR=portable keeps to cuSOLVER, so that both can be tested and timed on one card.
-bool portable_only() {
+/// SHARDQ_FACTOR=blocked takes our own kernels instead of cuSOLVER. They are not the default before they have passed
+/// their tests on a GPU.
+bool blocked_is_wanted() {
   const char* choice = std::getenv("SHARDQ_FACTOR");
-  return choice != nullptr && std::string_view(choice) == "portable";
+  return choice != nullptr && std::string_view(choice) == "blocked";
 }
 
 }  // namespace
@@ -235,7 +236,7 @@ void CudaBackend::factorize(StackView h, const int32_t* order, std::span<const i
                     factor.as<float>(), factor.stride, factor.matrix_stride,
                     which_device.get(), order,         n};
   const CholeskyBatch own{factor.as<float>(), factor.stride, factor.matrix_stride, which_device.get(), count, n};
-  if (blocked_cholesky_accepts(*state_, own) && !portable_only()) {
+  if (blocked_is_wanted() && blocked_cholesky_accepts(*state_, own)) {
     launch_load<false>(*state_, batch, count, damping_device.get());
     blocked_cholesky(*state_, own, info.get());
     const dim3 grid(static_cast<unsigned>((n + 1) / 2), static_cast<unsigned>(count));

@@ -120,10 +120,11 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) losses[e * rows + r] = static_cast<float>(partial[0]);
 }
 
-/// SHARDQ_UPDATE=portable keeps block updates to cuBLAS, so that both can be tested and timed on one card.
-bool portable_update() {
+/// SHARDQ_UPDATE=tensor takes our own kernel for block updates instead of cuBLAS. It is not the default before it has
+/// passed its tests on a GPU.
+bool tensor_update_is_wanted() {
   const char* choice = std::getenv("SHARDQ_UPDATE");
-  return choice != nullptr && std::string_view(choice) == "portable";
+  return choice != nullptr && std::string_view(choice) == "tensor";
 }
 
 }  // namespace
@@ -192,7 +193,7 @@ void CudaBackend::block_update(StackView residual, StackView factor, StackView t
                target.rows, target.cols);
   if (target.count == 0 || target.rows == 0 || target.cols == 0 || residual.cols == 0) return;
   state_->use();
-  if (tensor_update_accepts(*state_, residual, factor, target) && !portable_update())
+  if (tensor_update_is_wanted() && tensor_update_accepts(*state_, residual, factor, target))
     return tensor_update(*state_, residual, factor, target);
   const char* operation = "block_update";
   const float one = 1.0f;

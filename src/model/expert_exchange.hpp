@@ -21,6 +21,7 @@ class ExpertExchange {
   virtual ~ExpertExchange() = default;
   /// The experts of this rank.
   virtual Range own() const = 0;
+  /// Where collectives are deferred (Communicator::defer), results are there after join(), and memory must stay.
   /// Sends `rows` [routed, cols] (contiguous, in expert order; offsets: host, experts + 1 values) to the owners.
   virtual OwnedRows dispatch(Backend& backend, MatrixView rows, std::span<const int64_t> offsets) = 0;
   /// The way back: `results` [received, cols] in the order of OwnedRows::rows arrive as `rows` in the order dispatched.

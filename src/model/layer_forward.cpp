@@ -143,7 +143,8 @@ void LayerForward::route(ChunkState& chunk, MatrixView x) {
   const Tensor logits(backend_, compute_, {tokens, spec_.experts}, "router logits");
   const Tensor ids(backend_, DType::i32, {tokens, spec_.top_k}, "expert choices");
   Tensor weights(backend_, DType::f32, {tokens, spec_.top_k}, "expert weights");
-  Tensor order(backend_, DType::i32, {slots}, "order by expert"), place(backend_, DType::i32, {slots}, "place by token");
+  Tensor order(backend_, DType::i32, {slots}, "order by expert"),
+      place(backend_, DType::i32, {slots}, "place by token");
   std::vector<int64_t> offsets(spec_.experts + 1, 0);
   backend_.linear(x, weights_.router.matrix(), nullptr, logits.matrix(), false);
   backend_.route(logits.matrix(), router, ids.as<int32_t>(), weights.as<float>());
@@ -203,25 +204,37 @@ TapInput LayerForward::to_down(ChunkState& chunk) {
   return {chunk.tap.matrix(), chunk.offsets};
 }
 
+void LayerForward::start_return(ChunkState& chunk) {
+  check_step(chunk, Tap::down, Tap::down);
+  if (!exchanged(Tap::down) || chunk.returning) return;
+  chunk.outgoing = Tensor(backend_, compute_, {chunk.tap.shape()[0], spec_.hidden}, "output of own experts");
+  run_owned(Tap::down, chunk.owned, chunk.tap.matrix(), chunk.outgoing.matrix());
+  chunk.tap = Tensor();
+  chunk.returned = Tensor(backend_, compute_, {chunk.offsets.back(), spec_.hidden}, "output of experts, returned");
+  exchange_->combine(backend_, chunk.outgoing.matrix(), chunk.owned.offsets, chunk.offsets, chunk.returned.matrix());
+  chunk.returning = true;
+}
+
 void LayerForward::finish(ChunkState& chunk) {
   check_step(chunk, Tap::down, Tap::down);
-  if (layer_.moe) {
-    Tensor out(backend_, compute_, {chunk.tap.shape()[0], spec_.hidden}, "output of experts");
-    if (exchanged(Tap::down)) {
-      run_owned(Tap::down, chunk.owned, chunk.tap.matrix(), out.matrix());
-      Tensor back(backend_, compute_, {chunk.offsets.back(), spec_.hidden}, "output of experts, returned");
-      exchange_->combine(backend_, out.matrix(), chunk.owned.offsets, chunk.offsets, back.matrix());
-      out = std::move(back);
-    } else {
-      run_linear(Tap::down, chunk.tap.matrix(), chunk.offsets, out.matrix(), false);
-    }
+  const auto add_experts = [&](const Tensor& out) {
     backend_.combine_rows(out.matrix(), chunk.place.as<int32_t>(), chunk.route_weights.as<float>(), spec_.top_k,
                           chunk.hidden.matrix());
+  };
+  if (exchanged(Tap::down)) {
+    start_return(chunk);
+    add_experts(chunk.returned);
+  } else if (layer_.moe) {
+    const Tensor out(backend_, compute_, {chunk.tap.shape()[0], spec_.hidden}, "output of experts");
+    run_linear(Tap::down, chunk.tap.matrix(), chunk.offsets, out.matrix(), false);
+    add_experts(out);
   } else {
     run_linear(Tap::down, chunk.tap.matrix(), chunk.offsets, chunk.hidden.matrix(), true);
   }
-  for (Tensor* spent : {&chunk.tap, &chunk.order, &chunk.place, &chunk.route_weights}) *spent = Tensor();
+  for (Tensor* spent : {&chunk.tap, &chunk.order, &chunk.place, &chunk.route_weights, &chunk.outgoing, &chunk.returned})
+    *spent = Tensor();
   chunk.owned = {};
+  chunk.returning = false;
   chunk.offsets.clear();
   chunk.at.reset();
 }

@@ -28,7 +28,9 @@ struct ChunkState {
   Tensor order, place, route_weights;  ///< MoE routing of this chunk
   std::vector<int64_t> offsets;  ///< rows of each expert in the tap input, count + 1 values ({0, tokens} for dense)
   OwnedRows owned;  ///< under expert parallelism: inputs of gate/up of own experts, of all ranks' tokens of this chunk
-  std::optional<Tap> at;  ///< the tap whose input was reached last; empty between layers
+  Tensor outgoing, returned;  ///< outputs of own experts, and of all experts for own tokens, on their way back
+  bool returning = false;     ///< they are on their way
+  std::optional<Tap> at;      ///< the tap whose input was reached last; empty between layers
 };
 
 /// Input of a tap for one chunk, in expert order for MoE; valid until the next call for this chunk.
@@ -61,6 +63,9 @@ class LayerForward {
   TapInput to_down(ChunkState& chunk);
   /// down, weighted combination, residual: chunk.hidden becomes the next layer's input; everything else is released.
   void finish(ChunkState& chunk);
+  /// First part of finish under expert parallelism (nothing otherwise): down, and its outputs on their way to the
+  /// tokens.
+  void start_return(ChunkState& chunk);
   /// The tap's input by name; calls one of the above.
   TapInput to(Tap tap, ChunkState& chunk);
   /// The same in parts that were routed together: one, or under expert parallelism one a rank that sent rows.

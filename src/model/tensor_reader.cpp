@@ -27,6 +27,11 @@ std::span<std::byte> scratch(Scratch which, int64_t bytes) {
   return std::span(buffer).first(bytes);
 }
 
+/// Elements in one unit of the item's range.
+int64_t width_of(const ReadItem& item) {
+  return item.linear ? item.linear->cols : 1;
+}
+
 /// "[e, i, j]" of a flat index.
 std::string position_in(const Shape& shape, int64_t flat) {
   Shape index(shape.size());
@@ -74,11 +79,13 @@ void TensorReader::read(const std::vector<ReadItem>& items, DType compute, bool 
   std::vector<ReadItem> pieces;
   for (const ReadItem& item : items) cut(item, compute, pieces);
   const auto count = static_cast<int64_t>(pieces.size());
+  int64_t bytes = 0;  // a small layer is read before other threads have woken
+  for (const ReadItem& item : items) bytes += item.range.size() * width_of(item) * size_of(compute);
   std::exception_ptr failure;
   std::atomic<int64_t> failed = count;  // the lowest piece, so that the message does not depend on the threads
   std::mutex failure_lock;
   // No exception may leave the loop.
-#pragma omp parallel for schedule(dynamic) if (count > 1)
+#pragma omp parallel for schedule(dynamic) if (bytes > kPieceBytes)
   for (int64_t i = 0; i < count; ++i) {
     if (i > failed) continue;
     try {
@@ -96,7 +103,7 @@ void TensorReader::read(const std::vector<ReadItem>& items, DType compute, bool 
 /// A transposed slice stays whole: every piece of it would have to read all of it.
 void TensorReader::cut(const ReadItem& item, DType compute, std::vector<ReadItem>& pieces) const {
   const LinearSpec* linear = item.linear;
-  const int64_t width = linear ? linear->cols : 1;
+  const int64_t width = width_of(item);
   const DType stored =
       linear && packed(*linear) ? compute : checkpoint_.entry(linear ? linear->tensor : *item.tensor).dtype;
   const int64_t step = linear && linear->fused_transposed

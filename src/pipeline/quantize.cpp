@@ -59,6 +59,7 @@ class Run {
   void layer(const LayerSpec& layer);
   TapResult solve_or_load(TapSolver& solver, LayerForward* forward, const LayerSpec& layer, Tap tap,
                           const StackView& weights, std::vector<TapHessian>& ahead);
+  void start_next_reduction(TapSolver& solver, const LayerSpec& layer, Tap tap, std::vector<TapHessian>& ahead);
   void apply(const LayerSpec& layer, Tap tap, const TapResult& result, Tensor& weights);
   void safe_point();
   void store_hidden_if_due(const LayerSpec& layer);
@@ -197,6 +198,15 @@ TapResult Run::solve_or_load(TapSolver& solver, LayerForward* forward, const Lay
   return result;
 }
 
+/// With all Hessians of the layer at hand, the next one travels while this tap is solved.
+void Run::start_next_reduction(TapSolver& solver, const LayerSpec& layer, Tap tap, std::vector<TapHessian>& ahead) {
+  for (Tap next : kTaps) {
+    if (next <= tap || !job_.selection.any(layer, next) || stages_.has(layer, next)) continue;
+    solver.start_reduction(next, ahead[static_cast<size_t>(next)]);
+    return;
+  }
+}
+
 /// Replaces the tap's weights by what a reader of the checkpoint will reconstruct; ignored linears keep theirs.
 void Run::apply(const LayerSpec& layer, Tap tap, const TapResult& result, Tensor& weights) {
   const QuantScheme& scheme = job_.recipe.scheme;
@@ -249,6 +259,7 @@ void Run::layer(const LayerSpec& layer) {
 
   for (Tap tap : kTaps) {
     Tensor& stack = weights.taps[static_cast<size_t>(tap)];
+    if (!ahead.empty()) start_next_reduction(solver, layer, tap, ahead);
     if (job_.selection.any(layer, tap)) {
       TapResult result = solve_or_load(solver,
                                        by_layer  ? nullptr

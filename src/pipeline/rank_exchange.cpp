@@ -55,7 +55,7 @@ OwnedRows RankExchange::dispatch(Backend& backend, MatrixView rows, std::span<co
   owned.rows = Tensor(backend, rows.dtype, {end, rows.cols}, "rows of own experts");
   device_.all_to_all(rows.data, by_owner(offsets), owned.rows.data(), by_sender(owned.offsets),
                      rows.cols * size_of(rows.dtype));
-  backend.synchronize();
+  backend.synchronize();  // deferred collectives go on
   return owned;
 }
 
@@ -65,6 +65,7 @@ void RankExchange::combine(Backend& backend, MatrixView results, const std::vect
   check_rows(rows, offsets.back(), "routed");
   backend.synchronize();
   const PhaseTimer timer(seconds_, "exchange");
+  device_.join();  // the chunk before has come back while these results were computed
   device_.all_to_all(results.data, by_sender(received), rows.data, by_owner(offsets), rows.cols * size_of(rows.dtype));
   backend.synchronize();
 }

@@ -150,25 +150,25 @@ std::string report_json(const RunSummary& s, const Report& report, const std::ve
   for (const PhaseSeconds& phases : phases_by_rank) ranks.push_back(Json(phases));
   Json modules = Json::array();
   for (const ModuleRecord& r : report.records()) modules.push_back(record_json(r));
-  return Json{{"shardq", {{"version", kVersion}, {"git", kGitHash}}},
-              {"output", s.output},
-              {"work", s.work},
-              {"device", s.device},
-              {"ranks", s.ranks},
-              {"plan",
-               {{"reduce", s.reduce}, {"read", s.read}, {"chunk_tokens", s.chunk_tokens}, {"offload", s.offload}}},
-              {"samples", s.samples},
-              {"tokens", s.tokens},
-              {"seconds", s.seconds},
-              {"resumed", s.resumed},
-              {"input_bytes", s.input_bytes},
-              {"output_bytes", s.output_bytes},
-              {"peak_memory_bytes", s.peak_memory},
-              {"phases", phases_by_rank.empty() ? Json::object() : Json(phases_by_rank[0])},
-              {"phases_by_rank", ranks},
-              {"verdicts", report.verdicts()},
-              {"fallbacks", report.fallbacks()},
-              {"modules", modules}}
+  return Json{
+      {"shardq", {{"version", kVersion}, {"git", kGitHash}}},
+      {"output", s.output},
+      {"work", s.work},
+      {"device", s.device},
+      {"ranks", s.ranks},
+      {"plan", {{"reduce", s.reduce}, {"read", s.read}, {"chunk_tokens", s.chunk_tokens}, {"offload", s.offload}}},
+      {"samples", s.samples},
+      {"tokens", s.tokens},
+      {"seconds", s.seconds},
+      {"resumed", s.resumed},
+      {"input_bytes", s.input_bytes},
+      {"output_bytes", s.output_bytes},
+      {"peak_memory_bytes", s.peak_memory},
+      {"phases", phases_by_rank.empty() ? Json::object() : Json(phases_by_rank[0])},
+      {"phases_by_rank", ranks},
+      {"verdicts", report.verdicts()},
+      {"fallbacks", report.fallbacks()},
+      {"modules", modules}}
       .dump(1);
 }
 

@@ -196,24 +196,48 @@ void TapSolver::reduce_exact(TapHessian& hessian, Tap tap) {
   hessian.reduced = true;
 }
 
-void TapSolver::reduce(TapHessian& hessian, bool scatter, std::span<const Range> owners) {
-  if (hessian.reduced) return;
+TapSolver::Reduction TapSolver::reduction(Tap tap, Range wave) const {
+  Reduction out;
+  const int ranks = job_.host.size();
+  for (int r = 0; r < ranks; ++r) out.owners.push_back(part(wave.size(), ranks, r));
+  // One matrix: its rows are independent given the factor, so ranks take rows, and all need the Hessian.
+  out.scatter = wave.size() > 1 && !shared_hessian(tap) && job_.reduce == ReducePlan::reduce_scatter;
+  return out;
+}
+
+void TapSolver::start(TapHessian& hessian, const Reduction& reduction) {
+  if (hessian.reduced || hessian.started) return;
   PhaseTimer timer(job_.seconds, "reduce");
+  hessian.started = true;
   job_.host.all_reduce_sum(hessian.tokens.data(), static_cast<int64_t>(hessian.tokens.size()));
   if (job_.host.size() == 1) return;
   const StackView sums = hessian.sums.stack();
   const int64_t triangle = sums.cols * (sums.cols + 1) / 2;
-  Tensor packed(job_.backend, DType::f32, {sums.count, triangle}, "packed Hessian triangles");
-  job_.backend.pack_lower(sums, packed.as<float>());
-  if (scatter) {
-    job_.device.reduce_scatter_sum(packed.as<float>(), scaled(owners, triangle));
-    const Range own = owners[job_.host.rank()];
-    job_.backend.unpack_lower(packed.as<float>() + own.begin * triangle, sums.range(own.begin, own.end));
-  } else {
-    job_.device.all_reduce_sum(packed.as<float>(), packed.size());
-    job_.backend.unpack_lower(packed.as<float>(), sums);
-  }
+  hessian.sending = Tensor(job_.backend, DType::f32, {sums.count, triangle}, "packed Hessian triangles");
+  job_.backend.pack_lower(sums, hessian.sending.as<float>());
+  const Deferred deferred(job_.device);
+  if (reduction.scatter)
+    job_.device.reduce_scatter_sum(hessian.sending.as<float>(), scaled(reduction.owners, triangle));
+  else
+    job_.device.all_reduce_sum(hessian.sending.as<float>(), hessian.sending.size());
+}
+
+void TapSolver::complete(TapHessian& hessian, const Reduction& reduction) {
+  if (hessian.reduced) return;
+  PhaseTimer timer(job_.seconds, "reduce");
+  hessian.reduced = true;
+  if (!hessian.sending) return;
+  const StackView sums = hessian.sums.stack();
+  const int64_t triangle = hessian.sending.shape()[1];
+  const Range mine = reduction.scatter ? reduction.owners[job_.host.rank()] : Range{0, sums.count};
+  job_.device.join();
+  job_.backend.unpack_lower(hessian.sending.as<float>() + mine.begin * triangle, sums.range(mine.begin, mine.end));
   job_.backend.synchronize();
+  hessian.sending = Tensor();
+}
+
+void TapSolver::start_reduction(Tap tap, TapHessian& hessian) {
+  if (!owned(tap)) start(hessian, reduction(tap, {0, job_.spec.tap_shape(layer_, tap).count}));
 }
 
 HessianPool TapSolver::new_pool(Tap tap) {
@@ -333,12 +357,15 @@ void TapSolver::solve_wave(Tap tap, TapHessian& hessian, const HessianPool& pool
   const int ranks = job_.host.size(), rank = job_.host.rank();
   // One matrix: its rows are independent given the factor, so ranks take rows. Several: ranks take whole matrices.
   const bool alone = owned(tap), by_rows = !alone && wave.size() == 1, shared = shared_hessian(tap);
-  std::vector<Range> owners;
-  for (int r = 0; r < ranks; ++r) owners.push_back(part(wave.size(), ranks, r));
-  if (!alone) reduce(hessian, !by_rows && !shared && job_.reduce == ReducePlan::reduce_scatter, owners);
-
+  if (!alone) {
+    const Reduction how = reduction(tap, wave);
+    start(hessian, how);
+    complete(hessian, how);
+  }
   // Rows of one matrix, or matrices of the wave.
-  const Range own = alone ? Range{0, wave.size()} : by_rows ? part(weights.rows, ranks, rank) : owners[rank];
+  const Range own = alone     ? Range{0, wave.size()}
+                    : by_rows ? part(weights.rows, ranks, rank)
+                              : part(wave.size(), ranks, rank);
   const int64_t here = wave.begin - job_.own_matrices(layer_, tap).begin;  // in `weights`
   StackView mine = weights.range(here, here + wave.size());
   mine = by_rows ? mine.row_range(own.begin, own.end) : mine.range(own.begin, own.end);
@@ -370,7 +397,12 @@ TapResult TapSolver::solve(Tap tap, LayerForward& forward, ChunkStore& chunks, c
   const int64_t count = result.codes.shape()[0];
   const auto accumulate = [&](Range range) {
     TapHessian hessian = with_room(chunks, [&] { return new_hessian(tap, range); });
-    each_chunk(chunks, [&](ChunkState& chunk) { add(hessian, tap, forward, chunks, chunk); });
+    const auto add_chunk = [&](ChunkState& chunk) { add(hessian, tap, forward, chunks, chunk); };
+    if (owned(tap) && tap == Tap::gate_up && !chunks.offloaded())
+      each_chunk_in_turns(
+          chunks, true, [&](ChunkState& chunk) { move(tap, forward, chunks, chunk); }, add_chunk);
+    else
+      each_chunk(chunks, add_chunk);
     reduce_exact(hessian, tap);
     return hessian;
   };
@@ -448,17 +480,19 @@ TapResult TapSolver::round(Tap tap, const StackView& weights) {
   return result;
 }
 
+void TapSolver::move(Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk) {
+  PhaseTimer timer(job_.seconds, "forward");
+  reach(tap, forward, chunks, chunk);
+  job_.backend.synchronize();
+}
+
 void TapSolver::advance(Tap tap, LayerForward& forward, ChunkStore& chunks) {
-  each_chunk(chunks, [&](ChunkState& chunk) {
-    PhaseTimer timer(job_.seconds, "forward");
-    reach(tap, forward, chunks, chunk);
-    job_.backend.synchronize();
-  });
+  each_chunk(chunks, [&](ChunkState& chunk) { move(tap, forward, chunks, chunk); });
 }
 
 void TapSolver::finish(LayerForward& forward, ChunkStore& chunks) {
   PhaseTimer timer(job_.seconds, "forward");
-  const auto one = [&](ChunkState& chunk) {
+  const auto end = [&](ChunkState& chunk) {
     const auto step = [&] {
       fault_point("forward");
       forward.finish(chunk);
@@ -468,8 +502,37 @@ void TapSolver::finish(LayerForward& forward, ChunkStore& chunks) {
     else
       with_room(chunks, step);
   };
-  for (int64_t i = 0; i < chunks.size(); ++i) chunks.visit(i, one);
+  if (owned(Tap::down) && !chunks.offloaded())
+    each_chunk_in_turns(
+        chunks, false, [&](ChunkState& chunk) { forward.start_return(chunk); }, end);
+  else
+    for (int64_t i = 0; i < chunks.size(); ++i) chunks.visit(i, end);
   job_.backend.synchronize();
+}
+
+void TapSolver::settle() {
+  job_.backend.synchronize();
+  PhaseTimer timer(job_.seconds, "exchange");
+  job_.device.join();
+  job_.backend.synchronize();
+}
+
+void TapSolver::each_chunk_in_turns(ChunkStore& chunks, bool settle_each, const std::function<void(ChunkState&)>& begin,
+                                    const std::function<void(ChunkState&)>& end) {
+  // Owners meet at every chunk, so all ranks have as many.
+  for (int64_t i = 0; i <= chunks.size(); ++i) {
+    if (i < chunks.size()) {
+      const Deferred deferred(job_.device);
+      chunks.visit(i, begin);
+    } else if (!settle_each) {
+      settle();
+    }
+    if (i > 0) chunks.visit(i - 1, end);
+    if (settle_each && i < chunks.size()) {
+      settle();
+      safe_point_();
+    }
+  }
 }
 
 void TapSolver::each_chunk(ChunkStore& chunks, const std::function<void(ChunkState&)>& body) {

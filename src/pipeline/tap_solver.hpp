@@ -28,6 +28,8 @@ struct TapResult {
 struct TapHessian {
   Tensor sums;                  // f32 [count, cols, cols]
   Tensor packed, coarse, fine;  // reproducible: triangles of one chunk, and the order-free sums of them
+  Tensor sending;               // triangles on their way between ranks
+  bool started = false;         // start_reduction was called
   bool reduced = false;         // summed over ranks already, everywhere
   std::vector<int64_t> tokens;  // [count]
   Range matrices;               // which of the tap's matrices
@@ -54,6 +56,10 @@ class TapSolver {
   std::vector<TapHessian> accumulate_all(LayerForward& forward, ChunkStore& chunks);
   /// The solve of a tap whose Hessian is at hand (all matrices, one wave).
   TapResult solve_accumulated(Tap tap, TapHessian hessian, const StackView& weights);
+  /// Sends a Hessian of all matrices on its way over ranks; solve_accumulated waits for it. Beside it another tap may
+  /// be solved. (Taps that are solved one after another have nothing to do meanwhile: the next input depends on the
+  /// codes.)
+  void start_reduction(Tap tap, TapHessian& hessian);
   /// Plain rounding of this rank's share.
   TapResult round(Tap tap, const StackView& weights);
   /// Moves chunks to a tap without a Hessian.
@@ -69,13 +75,27 @@ class TapSolver {
   void each_chunk(ChunkStore& chunks, const std::function<void(ChunkState&)>& body);
   TapHessian new_hessian(Tap tap, Range matrices);
   void add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk);
+  void move(Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk);
   /// The tap's input, with another try when memory runs out where no other rank takes part.
   std::vector<TapInput> reach(Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk);
   /// Rows of matrices [first, first + offsets.size() - 1) of the stack.
   void add_rows(TapHessian& hessian, int64_t first, const MatrixView& x, const std::vector<int64_t>& offsets);
   /// In reproducible mode: sums over ranks everywhere (owned taps are complete already), read as floats.
   void reduce_exact(TapHessian& hessian, Tap tap);
-  void reduce(TapHessian& hessian, bool scatter, std::span<const Range> owners);
+  /// How the Hessians of a wave come to those who solve: scattered over its matrices, or everywhere.
+  struct Reduction {
+    bool scatter = false;
+    std::vector<Range> owners;  // matrices of the wave, by rank
+  };
+  Reduction reduction(Tap tap, Range wave) const;
+  void start(TapHessian& hessian, const Reduction& reduction);
+  void complete(TapHessian& hessian, const Reduction& reduction);
+  /// As each_chunk for owned taps: `begin` sends rows, which travel while `end` works on the chunk before. settle_each:
+  /// `begin` of the next chunk needs memory that is being sent.
+  void each_chunk_in_turns(ChunkStore& chunks, bool settle_each, const std::function<void(ChunkState&)>& begin,
+                           const std::function<void(ChunkState&)>& end);
+  /// Waits for rows on their way; what it takes is time that nothing hid.
+  void settle();
   HessianPool new_pool(Tap tap);
   void add_to_pool(HessianPool& pool, const TapHessian& hessian);
   /// Completes the pool over ranks, where it is not complete already.

@@ -15,9 +15,9 @@ MINI_MOE = SOURCE / "models/mini-moe"
 USAGE, INPUT, DISK, FALLBACKS = 2, 3, 4, 5  # exit codes, as in README.md
 
 
-def run(*arguments, ranks=0, threads=2, limit_s=600, fault=None, **options):
-    """The program's result, output as text. ranks 0: without a launcher. fault: as in $SHARDQ_FAULT."""
-    environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
+def run(*arguments, ranks=0, threads=2, limit_s=600, fault=None, environment=None, **options):
+    """The program's result, output as text. ranks 0: without a launcher. fault: as in $SHARDQ_FAULT. environment: variables besides this process's."""
+    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), **(environment or {}))
     if fault:
         environment["SHARDQ_FAULT"] = fault
     command = [BINARY, *map(str, arguments)]

@@ -14,11 +14,11 @@ SHARE = 1e-2  # of codes that may differ where sums are not order-free (4 layers
 
 
 class Ranks(ProgramTest):
-    def job(self, name, *arguments, ranks=1, tokens=None, fault=None):
+    def job(self, name, *arguments, ranks=1, tokens=None, fault=None, environment=None):
         output, work = self.scratch / name, self.scratch / f"{name}.work"
         result = run("quantize", SOURCE / "configs/mini-moe.yaml", "--model", MINI_MOE, "--tokens", tokens or MINI_MOE / "calib_ids.npy",
                      "--output", output, "--work", work, "--device", "cpu", "--set", "calibration.max_samples=32",
-                     "--set", "calibration.max_length=128", *arguments, ranks=ranks, threads=1, fault=fault)  # fmt: skip
+                     "--set", "calibration.max_length=128", *arguments, ranks=ranks, threads=1, fault=fault, environment=environment)  # fmt: skip
         self.assertEqual(result.returncode, 0, result.stderr + result.stdout)
         self.said = result.stdout + result.stderr
         return output
@@ -83,6 +83,20 @@ class Ranks(ProgramTest):
         path.write_text("\n".join(json.dumps([choose.randrange(2048) for _ in range(choose.randint(1, 900))]) for _ in range(9)))
         arguments = ("--set", "calibration.max_length=0")
         self.assert_same(self.job("ragged1", *arguments, tokens=path), self.job("ragged4", *arguments, "--set", "parallel.reduce=all_to_all", tokens=path, ranks=4))
+
+    def test_collectives_may_be_as_late_as_they_like(self):
+        """Deferred ones then run at the last moment, on whatever their memory holds by then; on a GPU they run beside other work."""
+        one, late = self.job("one"), {"SHARDQ_LATE_COLLECTIVES": "1"}
+        chunks = ("--set", "calibration.chunk_tokens=512")
+        small = self.job("small", *chunks)
+        for plan in ("all_reduce", "reduce_scatter", "all_to_all"):
+            reduce = ("--set", f"parallel.reduce={plan}")
+            self.assert_same(one, self.job("late_" + plan, *reduce, ranks=3, environment=late))
+            self.assert_same(small, self.job("late_small_" + plan, *reduce, *chunks, "--set", "parallel.read=share", ranks=2, environment=late))
+        plain = ("--set", "parallel.reproducible=false", "--set", "calibration.sequential=layer", *chunks)
+        for plan in ("reduce_scatter", "all_to_all"):
+            reduce = ("--set", f"parallel.reduce={plan}")
+            self.assert_same(self.job("now_" + plan, *plain, *reduce, ranks=2), self.job("late_layer_" + plan, *plain, *reduce, ranks=2, environment=late))
 
     def test_shares_of_the_weights_give_the_same(self):
         one, share = self.job("one"), ("--set", "parallel.read=share")
