@@ -101,12 +101,16 @@ TEST_P(LayerSteps, ReplacedWeightsAreUsed) {
     for (Tap step : kTaps) {
       const auto before = s.values(s.forward.to(step, s.chunk));
       const auto want = plain.values(plain.forward.to(step, plain.chunk));
-      if (step <= tap) EXPECT_EQ(before, want) << to_string(tap) << " at " << to_string(step);
+      if (step <= tap) {
+        EXPECT_EQ(before, want) << to_string(tap) << " at " << to_string(step);
+      }
       if (step == tap) {
         Tensor& weight = s.weights.taps[static_cast<int>(tap)];
         for (int64_t i = 0; i < weight.size(); ++i) weight.as<float>()[i] *= 1.25f;
       }
-      if (static_cast<int>(step) == static_cast<int>(tap) + 1) EXPECT_NE(before, want) << to_string(tap);
+      if (static_cast<int>(step) == static_cast<int>(tap) + 1) {
+        EXPECT_NE(before, want) << to_string(tap);
+      }
     }
     s.forward.finish(s.chunk);
     plain.forward.finish(plain.chunk);

@@ -49,12 +49,16 @@ TEST(WeightSource, ReadingAheadGivesTheSameAsLoading) {
         const auto index = static_cast<size_t>(tap);
         EXPECT_EQ(tap_values(*backend, got, tap), tap_values(*backend, want, tap));
         ASSERT_EQ(static_cast<bool>(got.biases[index]), static_cast<bool>(want.biases[index]));
-        if (want.biases[index]) EXPECT_EQ(to_host(*backend, got.biases[index]), to_host(*backend, want.biases[index]));
+        if (want.biases[index]) {
+          EXPECT_EQ(to_host(*backend, got.biases[index]), to_host(*backend, want.biases[index]));
+        }
       }
       for (Tensor LayerWeights::*part : {&LayerWeights::input_norm, &LayerWeights::post_attention_norm,
                                          &LayerWeights::q_norm, &LayerWeights::k_norm, &LayerWeights::router}) {
         ASSERT_EQ(static_cast<bool>(got.*part), static_cast<bool>(want.*part));
-        if (want.*part) EXPECT_EQ(to_host(*backend, got.*part), to_host(*backend, want.*part));
+        if (want.*part) {
+          EXPECT_EQ(to_host(*backend, got.*part), to_host(*backend, want.*part));
+        }
       }
     }
   }
