@@ -23,7 +23,7 @@ class SingleCommunicator final : public Communicator {
   void all_to_all(const void* source, std::span<const Range> send, void* target, std::span<const Range> receive,
                   int64_t element_size) override {
     check_exchange(send, receive, 1, 0);
-    std::memcpy(target, source, send[0].size() * element_size);
+    if (send[0].size() > 0) std::memcpy(target, source, send[0].size() * element_size);  // nothing may have no address
   }
   void broadcast(void*, int64_t, int root) override {
     SHARDQ_CHECK(root == 0, ExitCode::internal, "broadcast: expected root 0 of 1 rank, found {}", root);

@@ -56,6 +56,7 @@ class ThreadRanks {
       meet(&mine);
       for (int r = 0; r < size(); ++r) {
         const Side& other = *static_cast<const Side*>(all_.pointers_[r]);
+        if (receive[r].size() == 0) continue;
         std::memcpy(static_cast<char*>(target) + receive[r].begin * element_size,
                     other.data + other.send[rank_].begin * element_size, receive[r].size() * element_size);
       }
