@@ -22,21 +22,22 @@ struct Permutation {
   int64_t source_stride, source_matrix_stride, target_stride, target_matrix_stride;
   const int32_t* order;
   int64_t rows, cols;
-  int block_rows;  // 0: rows too long for shared memory
+  int block_rows;  // that fit shared memory, at least 1
   bool back;
   bool words;   // rows on the straight side consist of 16-byte words
   bool groups;  // rows on the other side start on 4 bytes
 };
 
-/// Rows as they lie, to or from shared memory.
+/// Rows as they lie, to or from shared memory: few enough for indices of 32 bits, whose division is cheap.
 template <class T>
 __device__ void copy_rows(T* target, int64_t target_stride, const T* source, int64_t source_stride, int rows,
                           int64_t cols, bool words) {
   constexpr int kWord = 16 / sizeof(T);
   if (words) {
-    const int64_t per_row = cols / kWord;
-    for (int64_t i = threadIdx.x; i < rows * per_row; i += kThreads) {
-      const int64_t r = i / per_row, c = i % per_row * kWord;
+    const int per_row = static_cast<int>(cols / kWord), total = rows * per_row;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < total; i += kThreads) {
+      const int r = i / per_row, c = i % per_row * kWord;
       *reinterpret_cast<uint4*>(target + r * target_stride + c) =
           *reinterpret_cast<const uint4*>(source + r * source_stride + c);
     }
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(const Permutation<T> 
     __syncthreads();
   }
   // Neighbouring threads take neighbouring groups of 4 bytes.
-  constexpr int kPer = 4 / sizeof(T);
+  constexpr int kPer = 4 / sizeof(T), kBits = 8 * sizeof(T);
   for (int64_t base = int64_t{threadIdx.x} * kPer; base < p.cols; base += kThreads * kPer) {
     int column[kPer];
     const int valid = static_cast<int>(min(int64_t{kPer}, p.cols - base));
@@ -70,21 +71,30 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(const Permutation<T> 
     const bool whole = p.groups && valid == kPer;
     for (int r = 0; r < rows; ++r) {
       T* line = staged + r * p.cols;
-      Pack<T, kPer> group;
+      uint32_t word = 0;  // as one register: elements kept apart are stored apart
       if (p.back) {
         const T* from = source + r * p.source_stride + base;
-        if (whole) group = load_pack<kPer>(from);
+        if (whole) {
+          word = *reinterpret_cast<const uint32_t*>(from);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kPer; ++i)
+            if (i < valid) word |= static_cast<uint32_t>(from[i]) << (kBits * i);
+        }
 #pragma unroll
         for (int i = 0; i < kPer; ++i)
-          if (i < valid) line[column[i]] = whole ? group.values[i] : from[i];
+          if (i < valid) line[column[i]] = static_cast<T>(word >> (kBits * i));
       } else {
         T* to = target + r * p.target_stride + base;
 #pragma unroll
-        for (int i = 0; i < kPer; ++i) group.values[i] = line[column[i]];
-        if (whole) store_pack<kPer>(to, group);
+        for (int i = 0; i < kPer; ++i) word |= static_cast<uint32_t>(line[column[i]]) << (kBits * i);
+        if (whole) {
+          *reinterpret_cast<uint32_t*>(to) = word;
+        } else {
 #pragma unroll
-        for (int i = 0; i < kPer; ++i)
-          if (!whole && i < valid) to[i] = group.values[i];
+          for (int i = 0; i < kPer; ++i)
+            if (i < valid) to[i] = static_cast<T>(word >> (kBits * i));
+        }
       }
     }
   }
