@@ -29,7 +29,7 @@ class ModelGenerator(unittest.TestCase):
         self.scratch = pathlib.Path(scratch.name)
 
     def test_transformers_opens_every_shape(self):
-        for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "llama-3-8b", "llama-3-70b"):
+        for shape in ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "llama-3-8b", "llama-3-70b", "deepseek-v3-experts"):
             with self.subTest(shape):
                 directory, tokens = self.scratch / shape, self.scratch / f"{shape}.npy"
                 shape_of_tokens = ("--samples", "4", "--length", "96")
