@@ -381,8 +381,10 @@ Args arguments(const GptqBlock& b, int64_t at, int64_t width) {
 template <DType kScale, bool kZero>
 void launch(const CudaBackend::State& state, Args a, int64_t count) {
   const auto kernel = gptq_kernel<kScale, kZero>;
-  SHARDQ_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(Shared::bytes(kMaxThreads, 0, false) + kTableBytes)));
+  // Cards without a big shared memory (99 KiB on 8.6 and 8.9) take narrower blocks.
+  const int64_t most =
+      std::min<int64_t>(state.shared_memory_per_block, Shared::bytes(kMaxThreads, 0, false) + kTableBytes);
+  SHARDQ_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)));
   const auto holds_table = [&](int threads) {
     return Shared::bytes(threads, a.groups, kZero) - Shared::bytes(threads, 0, false) <= kTableBytes;
   };
@@ -391,7 +393,7 @@ void launch(const CudaBackend::State& state, Args a, int64_t count) {
   };
   // Few rows: narrow blocks, so that they reach all multiprocessors. Many: wide ones, which share their copy of T.
   int threads = 32;
-  for (; threads < kMaxThreads; threads *= 2) {
+  for (; threads < kMaxThreads && bytes(2 * threads) <= static_cast<size_t>(most); threads *= 2) {
     int resident = 0;
     SHARDQ_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, bytes(threads)));
     if (ceil_div(a.rows, threads) * count <= int64_t{resident} * state.multiprocessors) break;

@@ -126,6 +126,23 @@ class Ranks(ProgramTest):
         self.assertIn("out of memory", result.stderr)
         self.assertIn("rank 1", result.stderr)
 
+    def test_every_architecture(self):
+        """The tiny models of every architecture and of every way to store experts."""
+        models = [path for path in sorted((SOURCE / "tests/golden/data").iterdir()) if path.is_dir()]
+        self.assertGreaterEqual(len(models), 18)
+        for model in models:
+            choose, vocabulary = random.Random(1), json.loads((model / "config.json").read_text())["vocab_size"]
+            tokens = self.scratch / f"{model.name}.jsonl"
+            tokens.write_text("\n".join(json.dumps([choose.randrange(vocabulary) for _ in range(choose.randint(1, 60))]) for _ in range(11)))
+            outputs = []
+            for ranks, arguments in ((1, ()), (3, ("parallel.reduce=all_to_all", "parallel.read=share")), (2, ("parallel.read=share", "memory.offload=always"))):
+                outputs.append(self.scratch / f"{model.name}.{ranks}")
+                result = run("quantize", "--model", model, "--tokens", tokens, "--output", outputs[-1], "--work", f"{outputs[-1]}.work", "--device", "cpu",
+                             "--set", "quantization.group_size=-1", *(word for argument in arguments for word in ("--set", argument)), ranks=ranks,
+                             threads=1)  # fmt: skip
+                self.assertEqual(result.returncode, 0, f"{model.name}: {result.stderr}")
+                self.assertEqual(same_files(outputs[0], outputs[-1]), [], model.name)
+
     def test_plain_sums_differ_a_little_only(self):
         plain = ("--set", "parallel.reproducible=false")
         one, scatter = self.job("plain1", *plain), self.job("plain3", *plain, "--set", "parallel.reduce=reduce_scatter", ranks=3)
