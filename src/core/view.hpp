@@ -92,4 +92,11 @@ inline Range part(int64_t count, int ranks, int rank) {
   return {begin, begin + base + (rank < rest ? 1 : 0)};
 }
 
+/// Ranges of items as ranges of `unit` elements each.
+inline std::vector<Range> scaled(const std::vector<Range>& ranges, int64_t unit) {
+  std::vector<Range> out;
+  for (const Range& r : ranges) out.push_back({r.begin * unit, r.end * unit});
+  return out;
+}
+
 }  // namespace shardq

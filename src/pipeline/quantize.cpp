@@ -21,18 +21,6 @@
 namespace shardq {
 namespace {
 
-ReadPlan read_plan(Job& job) {
-  ReadPlan plan;
-  plan.rank = job.host.rank();
-  plan.ranks = job.host.size();
-  plan.share = job.read == ReadMode::share;
-  plan.own_experts = job.expert_parallel();
-  plan.all_gather = [&device = job.device](void* data, std::span<const Range> ranges, int64_t element_size) {
-    device.all_gather(data, ranges, element_size);
-  };
-  return plan;
-}
-
 /// The sequential pipeline over layers, on every rank.
 class Run {
  public:

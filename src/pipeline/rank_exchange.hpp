@@ -2,6 +2,8 @@
 #include "comm/communicator.hpp"
 #include "core/timer.hpp"
 #include "model/expert_exchange.hpp"
+#include "model/layer_reader.hpp"
+#include "pipeline/job.hpp"
 
 namespace shardq {
 
@@ -23,5 +25,8 @@ class RankExchange final : public ExpertExchange {
   int64_t experts_;
   PhaseSeconds& seconds_;
 };
+
+/// How this job's ranks read layers: each everything, its share, or its own experts.
+ReadPlan read_plan(Job& job);
 
 }  // namespace shardq

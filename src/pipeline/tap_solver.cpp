@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/error.hpp"
-#include "core/fault_point.hpp"
 
 namespace shardq {
 namespace {
@@ -11,21 +10,6 @@ namespace {
 /// Bytes of one Hessian.
 int64_t hessian_bytes(int64_t cols) {
   return cols * cols * 4;
-}
-
-/// Scales ranges of matrices to ranges of `unit` elements each.
-std::vector<Range> scaled(std::span<const Range> ranges, int64_t unit) {
-  std::vector<Range> out;
-  for (const Range& r : ranges) out.push_back({r.begin * unit, r.end * unit});
-  return out;
-}
-
-ChunkState clone(Backend& backend, const ChunkState& chunk) {
-  ChunkState copy;
-  copy.starts = chunk.starts;
-  copy.hidden = Tensor(backend, chunk.hidden.dtype(), chunk.hidden.shape(), "hidden states (copy)");
-  backend.copy(copy.hidden.data(), chunk.hidden.data(), chunk.hidden.bytes());
-  return copy;
 }
 
 }  // namespace
@@ -92,205 +76,6 @@ MatrixNames TapSolver::names(Tap tap, Range matrices) const {
     out.push_back(name);
   }
   return out;
-}
-
-TapHessian TapSolver::new_hessian(Tap tap, Range matrices) {
-  TapHessian hessian;
-  fault_point("new_hessian");
-  const int64_t cols = job_.spec.tap_shape(layer_, tap).cols;
-  hessian.matrices = matrices;
-  hessian.sums = Tensor(job_.backend, DType::f32, {matrices.size(), cols, cols}, "Hessian sums");
-  job_.backend.zero(hessian.sums.data(), hessian.sums.bytes());
-  hessian.tokens.assign(matrices.size(), 0);
-  if (job_.reproducible) {
-    const Shape triangles{matrices.size(), cols * (cols + 1) / 2};
-    hessian.packed = Tensor(job_.backend, DType::f32, triangles, "Hessian triangles of a chunk");
-    for (Tensor* sum : {&hessian.coarse, &hessian.fine}) {
-      *sum = Tensor(job_.backend, DType::i64, triangles, "order-free Hessian sums");
-      job_.backend.zero(sum->data(), sum->bytes());
-    }
-  }
-  return hessian;
-}
-
-std::vector<TapInput> TapSolver::reach(Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk) {
-  const auto step = [&] {
-    fault_point("forward");
-    return forward.inputs(tap, chunk);
-  };
-  return owned(tap) ? step() : with_room(chunks, step);
-}
-
-void TapSolver::add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk) {
-  const Range m = hessian.matrices;
-  if (layer_.moe && tap == Tap::down && job_.recipe.experts == ExpertTokens::all) {
-    // Every expert sees every token; the chunk stays at gate/up until all experts have, and solve() then moves it on.
-    const int64_t tokens = chunk.starts.back();
-    for (int64_t i = m.begin; i < m.end; ++i) {
-      MatrixView x;
-      {
-        PhaseTimer timer(job_.seconds, "forward");
-        x = forward.down_input_of_expert(chunk, i);
-        job_.backend.synchronize();
-      }
-      add_rows(hessian, i - m.begin, x, std::vector<int64_t>{0, tokens});
-      hessian.tokens[i - m.begin] += tokens;
-    }
-    return;
-  }
-  std::vector<TapInput> parts;
-  {
-    PhaseTimer timer(job_.seconds, "forward");
-    parts = reach(tap, forward, chunks, chunk);
-    if (shared_hessian(tap)) parts = {{forward.mlp_input(chunk), {0, chunk.starts.back()}}};
-    job_.backend.synchronize();
-  }
-  const int64_t before = owned(tap) ? job_.own_matrices(layer_, tap).begin : 0;
-  // Part by part: under expert parallelism a part is one rank's chunk, and order-free sums need a chunk's own sum.
-  for (const TapInput& input : parts) {
-    const auto begin = input.offsets.begin() + (m.begin - before);
-    std::vector<int64_t> offsets(begin, begin + m.size() + 1);
-    const int64_t first = offsets.front(), last = offsets.back();
-    for (int64_t& o : offsets) o -= first;
-    add_rows(hessian, 0, input.x.row_range(first, last), offsets);
-    for (int64_t i = 0; i < m.size(); ++i) hessian.tokens[i] += offsets[i + 1] - offsets[i];
-  }
-}
-
-void TapSolver::add_rows(TapHessian& hessian, int64_t first, const MatrixView& x, const std::vector<int64_t>& offsets) {
-  PhaseTimer timer(job_.seconds, "hessian");
-  const int64_t count = static_cast<int64_t>(offsets.size()) - 1;
-  const StackView sums = hessian.sums.stack().range(first, first + count);
-  if (job_.reproducible) {
-    // A chunk's own sum first (chunks are the same whatever the ranks), then an addition that no order can change.
-    const int64_t triangle = sums.cols * (sums.cols + 1) / 2;
-    float* packed = hessian.packed.as<float>() + first * triangle;
-    job_.backend.zero(sums.data, count * sums.matrix_stride * 4);
-    job_.backend.accumulate_gram(x, sums, offsets);
-    job_.backend.pack_lower(sums, packed);
-    job_.backend.add_exact(packed, count * triangle, hessian.coarse.as<int64_t>() + first * triangle,
-                           hessian.fine.as<int64_t>() + first * triangle);
-  } else {
-    job_.backend.accumulate_gram(x, sums, offsets);
-  }
-  job_.backend.synchronize();
-}
-
-void TapSolver::reduce_exact(TapHessian& hessian, Tap tap) {
-  const bool complete = owned(tap);
-  hessian.reduced = complete;
-  if (!job_.reproducible) return;
-  PhaseTimer timer(job_.seconds, "reduce");
-  if (!complete) job_.host.all_reduce_sum(hessian.tokens.data(), static_cast<int64_t>(hessian.tokens.size()));
-  if (job_.host.size() > 1 && !complete) {
-    job_.device.all_reduce_sum(hessian.coarse.as<int64_t>(), hessian.coarse.size());
-    job_.device.all_reduce_sum(hessian.fine.as<int64_t>(), hessian.fine.size());
-  }
-  job_.backend.read_exact(hessian.coarse.as<int64_t>(), hessian.fine.as<int64_t>(), hessian.coarse.size(),
-                          hessian.packed.as<float>());
-  job_.backend.unpack_lower(hessian.packed.as<float>(), hessian.sums.stack());
-  job_.backend.synchronize();
-  hessian.packed = Tensor();
-  hessian.coarse = Tensor();
-  hessian.fine = Tensor();
-  hessian.reduced = true;
-}
-
-TapSolver::Reduction TapSolver::reduction(Tap tap, Range wave) const {
-  Reduction out;
-  const int ranks = job_.host.size();
-  for (int r = 0; r < ranks; ++r) out.owners.push_back(part(wave.size(), ranks, r));
-  // One matrix: its rows are independent given the factor, so ranks take rows, and all need the Hessian.
-  out.scatter = wave.size() > 1 && !shared_hessian(tap) && job_.reduce == ReducePlan::reduce_scatter;
-  return out;
-}
-
-void TapSolver::start(TapHessian& hessian, const Reduction& reduction) {
-  if (hessian.reduced || hessian.started) return;
-  PhaseTimer timer(job_.seconds, "reduce");
-  hessian.started = true;
-  job_.host.all_reduce_sum(hessian.tokens.data(), static_cast<int64_t>(hessian.tokens.size()));
-  if (job_.host.size() == 1) return;
-  const StackView sums = hessian.sums.stack();
-  const int64_t triangle = sums.cols * (sums.cols + 1) / 2;
-  hessian.sending = Tensor(job_.backend, DType::f32, {sums.count, triangle}, "packed Hessian triangles");
-  job_.backend.pack_lower(sums, hessian.sending.as<float>());
-  const Deferred deferred(job_.device);
-  if (reduction.scatter)
-    job_.device.reduce_scatter_sum(hessian.sending.as<float>(), scaled(reduction.owners, triangle));
-  else
-    job_.device.all_reduce_sum(hessian.sending.as<float>(), hessian.sending.size());
-}
-
-void TapSolver::complete(TapHessian& hessian, const Reduction& reduction) {
-  if (hessian.reduced) return;
-  PhaseTimer timer(job_.seconds, "reduce");
-  hessian.reduced = true;
-  if (!hessian.sending) return;
-  const StackView sums = hessian.sums.stack();
-  const int64_t triangle = hessian.sending.shape()[1];
-  const Range mine = reduction.scatter ? reduction.owners[job_.host.rank()] : Range{0, sums.count};
-  job_.device.join();
-  job_.backend.unpack_lower(hessian.sending.as<float>() + mine.begin * triangle, sums.range(mine.begin, mine.end));
-  job_.backend.synchronize();
-  hessian.sending = Tensor();
-}
-
-void TapSolver::start_reduction(Tap tap, TapHessian& hessian) {
-  if (!owned(tap)) start(hessian, reduction(tap, {0, job_.spec.tap_shape(layer_, tap).count}));
-}
-
-HessianPool TapSolver::new_pool(Tap tap) {
-  HessianPool pool;
-  if (!wants_pool(tap)) return pool;
-  const int64_t cols = job_.spec.tap_shape(layer_, tap).cols;
-  pool.sum = Tensor(job_.backend, DType::f32, {cols, cols}, "pooled Hessian");
-  job_.backend.zero(pool.sum.data(), pool.sum.bytes());
-  if (!job_.reproducible) return pool;
-  for (Tensor* sum : {&pool.coarse, &pool.fine}) {
-    *sum = Tensor(job_.backend, DType::i64, {cols * (cols + 1) / 2}, "order-free sum of the pooled Hessian");
-    job_.backend.zero(sum->data(), sum->bytes());
-  }
-  return pool;
-}
-
-void TapSolver::add_to_pool(HessianPool& pool, const TapHessian& hessian) {
-  if (!pool.sum) return;
-  PhaseTimer timer(job_.seconds, "hessian");
-  for (int64_t n : hessian.tokens) pool.tokens += n;
-  if (!job_.reproducible) return job_.backend.sum_stack(hessian.sums.stack(), pool.sum.matrix());
-  // Order-free over experts too: with owners, each rank adds its own.
-  const int64_t triangle = pool.coarse.size();
-  const Tensor packed(job_.backend, DType::f32, {triangle}, "triangle of one Hessian");
-  for (int64_t e = 0; e < hessian.matrices.size(); ++e) {
-    job_.backend.pack_lower(hessian.sums.stack().range(e, e + 1), packed.as<float>());
-    job_.backend.add_exact(packed.as<float>(), triangle, pool.coarse.as<int64_t>(), pool.fine.as<int64_t>());
-  }
-}
-
-void TapSolver::finish_pool(HessianPool& pool, Tap tap) {
-  if (!pool.sum) return;
-  PhaseTimer timer(job_.seconds, "reduce");
-  const bool several = job_.host.size() > 1;
-  const int64_t cols = pool.sum.shape()[1], triangle = cols * (cols + 1) / 2;
-  // Reproducible Hessians are sums over all ranks before they come here, unless each rank has experts of its own.
-  const bool complete = job_.reproducible && !owned(tap);
-  if (several && !complete) job_.host.all_reduce_sum(&pool.tokens, 1);
-  Tensor packed(job_.backend, DType::f32, {triangle}, "packed pooled Hessian");
-  if (job_.reproducible) {
-    if (several && !complete) {
-      job_.device.all_reduce_sum(pool.coarse.as<int64_t>(), triangle);
-      job_.device.all_reduce_sum(pool.fine.as<int64_t>(), triangle);
-    }
-    job_.backend.read_exact(pool.coarse.as<int64_t>(), pool.fine.as<int64_t>(), triangle, packed.as<float>());
-    pool.coarse = Tensor();
-    pool.fine = Tensor();
-  } else {
-    if (!several) return;
-    job_.backend.pack_lower(pool.sum.stack(), packed.as<float>());
-    job_.device.all_reduce_sum(packed.as<float>(), triangle);
-  }
-  job_.backend.unpack_lower(packed.as<float>(), pool.sum.stack());
 }
 
 TapResult TapSolver::new_result(Tap tap) {
@@ -433,18 +218,6 @@ TapResult TapSolver::solve(Tap tap, LayerForward& forward, ChunkStore& chunks, c
   return result;
 }
 
-std::vector<TapHessian> TapSolver::accumulate_all(LayerForward& forward, ChunkStore& chunks) {
-  std::vector<TapHessian> hessians;
-  for (Tap tap : kTaps)
-    hessians.push_back(new_hessian(tap, shared_hessian(tap) ? Range{0, 1} : job_.own_matrices(layer_, tap)));
-  each_chunk(chunks, [&](ChunkState& chunk) {
-    ChunkState copy = clone(job_.backend, chunk);
-    for (size_t t = 0; t < hessians.size(); ++t) add(hessians[t], kTaps[t], forward, chunks, copy);
-  });
-  for (size_t t = 0; t < hessians.size(); ++t) reduce_exact(hessians[t], kTaps[t]);
-  return hessians;
-}
-
 TapResult TapSolver::solve_accumulated(Tap tap, TapHessian hessian, const StackView& weights) {
   Stopwatch watch;
   TapResult result = new_result(tap);
@@ -478,69 +251,6 @@ TapResult TapSolver::round(Tap tap, const StackView& weights) {
   gather(result, {0, count}, by_rows);
   result.seconds = watch.seconds();
   return result;
-}
-
-void TapSolver::move(Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk) {
-  PhaseTimer timer(job_.seconds, "forward");
-  reach(tap, forward, chunks, chunk);
-  job_.backend.synchronize();
-}
-
-void TapSolver::advance(Tap tap, LayerForward& forward, ChunkStore& chunks) {
-  each_chunk(chunks, [&](ChunkState& chunk) { move(tap, forward, chunks, chunk); });
-}
-
-void TapSolver::finish(LayerForward& forward, ChunkStore& chunks) {
-  PhaseTimer timer(job_.seconds, "forward");
-  const auto end = [&](ChunkState& chunk) {
-    const auto step = [&] {
-      fault_point("forward");
-      forward.finish(chunk);
-    };
-    if (owned(Tap::down))
-      step();
-    else
-      with_room(chunks, step);
-  };
-  if (owned(Tap::down) && !chunks.offloaded())
-    each_chunk_in_turns(
-        chunks, false, [&](ChunkState& chunk) { forward.start_return(chunk); }, end);
-  else
-    for (int64_t i = 0; i < chunks.size(); ++i) chunks.visit(i, end);
-  job_.backend.synchronize();
-}
-
-void TapSolver::settle() {
-  job_.backend.synchronize();
-  PhaseTimer timer(job_.seconds, "exchange");
-  job_.device.join();
-  job_.backend.synchronize();
-}
-
-void TapSolver::each_chunk_in_turns(ChunkStore& chunks, bool settle_each, const std::function<void(ChunkState&)>& begin,
-                                    const std::function<void(ChunkState&)>& end) {
-  // Owners meet at every chunk, so all ranks have as many.
-  for (int64_t i = 0; i <= chunks.size(); ++i) {
-    if (i < chunks.size()) {
-      const Deferred deferred(job_.device);
-      chunks.visit(i, begin);
-    } else if (!settle_each) {
-      settle();
-    }
-    if (i > 0) chunks.visit(i - 1, end);
-    if (settle_each && i < chunks.size()) {
-      settle();
-      safe_point_();
-    }
-  }
-}
-
-void TapSolver::each_chunk(ChunkStore& chunks, const std::function<void(ChunkState&)>& body) {
-  for (int64_t i = 0; i < chunks.size(); ++i) {
-    chunks.visit(i, body);
-    safe_point_();
-  }
-  for (int64_t extra = chunks.size(); extra < job_.most_chunks; ++extra) safe_point_();
 }
 
 }  // namespace shardq
