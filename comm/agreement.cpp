@@ -63,7 +63,9 @@ void agree(Communicator& comm, const std::function<void()>& body) {
   comm.all_gather(codes.data(), one_each(comm.size()), sizeof(int64_t));
   for (int r = 0; r < comm.size(); ++r) {
     if (codes[r] == 0) continue;
-    if (!mine.agreed && comm.size() > 1) mine.message = fmt::format("rank {}: {}", comm.rank(), mine.message);
+    // Some name their rank themselves (the stage store, which has its own way to agree).
+    if (!mine.agreed && comm.size() > 1 && !mine.message.starts_with("rank "))
+      mine.message = fmt::format("rank {}: {}", comm.rank(), mine.message);
     throw AgreedError(static_cast<ExitCode>(codes[r]), all_gather_strings(comm, mine.message)[r]);
   }
 }

@@ -115,7 +115,7 @@ int run(int argc, char** argv, Communicator& host) {
       app.add_subcommand("plan", "check everything and predict memory, disk and time, without running");
   options.recipe.add_to(*plan_app);
   plan_app->add_flag("--json", options.json, "machine-readable");
-  plan_app->add_option("--ranks", options.ranks, "plan for this many ranks");
+  plan_app->add_option("--ranks", options.ranks, "plan for this many ranks")->check(CLI::PositiveNumber);
   CLI::App* eval_app =
       app.add_subcommand("eval", "perplexity (and agreement) of a model directory, full-precision or quantized");
   eval_app->add_option("model", options.eval.model, "model directory")->required();

@@ -208,6 +208,26 @@ bool TensorReader::packed(const LinearSpec& linear) const {
   return !checkpoint_.has(linear.tensor) && checkpoint_.has(linear.module + ".weight_packed");
 }
 
+void TensorReader::check_finite(const std::string& name) const {
+  const TensorEntry& entry = checkpoint_.entry(name);
+  if (entry.dtype != DType::bf16 && entry.dtype != DType::f16 && entry.dtype != DType::f32) return;
+  const int64_t count = element_count(entry.shape), step = (int64_t{4} << 20) / size_of(entry.dtype);
+  const int64_t pieces = (count + step - 1) / step;
+  std::vector<std::exception_ptr> failures(static_cast<size_t>(pieces));  // no exception may leave the loop
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t i = 0; i < pieces; ++i) {
+    try {
+      const Range range{i * step, std::min(count, (i + 1) * step)};
+      std::vector<std::byte> values(static_cast<size_t>(range.size() * size_of(entry.dtype)));
+      read_elements(name, range, values.data(), {entry.dtype, true});
+    } catch (...) {
+      failures[static_cast<size_t>(i)] = std::current_exception();
+    }
+  }
+  for (const std::exception_ptr& failure : failures)
+    if (failure) std::rethrow_exception(failure);
+}
+
 void TensorReader::check_all_finite(const TensorEntry& entry, std::span<const std::byte> bytes, int64_t first) const {
   const int64_t at = first_nonfinite(bytes, entry.dtype);
   if (at >= 0) fail_nonfinite(entry, first + at);

@@ -28,6 +28,8 @@ class TensorReader {
   /// `check_finite`: Error(input) names tensor and index of the first NaN or infinity.
   /// Errors: of several, that of the first item and, within it, of the lowest piece.
   void read(const std::vector<ReadItem>& items, DType compute, bool check_finite) const;
+  /// Scans a tensor of floating point (others pass) without keeping it. Errors: as read with `check_finite`.
+  void check_finite(const std::string& name) const;
   bool quantized() const { return config_.quantized; }
 
  private:

@@ -60,6 +60,8 @@ class WeightSource {
   int64_t layer_bytes(const LayerSpec& layer, DType compute, const WeightPart& part = {}) const;
   /// One tensor (norm, head) in `compute` dtype.
   Tensor load_tensor(Backend& backend, const std::string& name, DType compute, bool check_finite) const;
+  /// Errors: Error(input) naming tensor and index where a tensor holds NaN or infinity.
+  void check_finite(const std::string& name) const { reader_.check_finite(name); }
   bool quantized() const { return reader_.quantized(); }
 
  private:

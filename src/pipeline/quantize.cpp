@@ -371,11 +371,23 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
   host.barrier();  // everyone has looked before rank 0 changes anything
   std::unique_ptr<StageStore> store;
   agree(host, [&] {
-    store = std::make_unique<StageStore>(
-        work,
-        StageStore::Ranks{host.rank(), host.size(),
-                          [&host](const std::string& mine) { return all_gather_strings(host, mine); }},
-        fingerprint, resuming);
+    // Layers are scanned as they are read; what lies in none of them now, before hours of work.
+    if (host.rank() != 0 || resuming || !recipe.check_finite) return;
+    const WeightSource source(*inputs.checkpoint, inputs.spec);
+    for (const std::string& name : {inputs.spec.embedding, inputs.spec.final_norm, inputs.spec.lm_head})
+      if (inputs.checkpoint->has(name)) source.check_finite(name);
+  });
+  agree(host, [&] {
+    try {
+      store = std::make_unique<StageStore>(
+          work,
+          StageStore::Ranks{host.rank(), host.size(),
+                            [&host](const std::string& mine) { return all_gather_strings(host, mine); }},
+          fingerprint, resuming);
+    } catch (const Error& error) {
+      if (!resuming || error.code() != ExitCode::disk) throw;
+      fail(ExitCode::disk, "{} (--resume never starts anew)", error.what());
+    }
   });
   if (resuming && store->finished()) {
     if (std::filesystem::exists(std::filesystem::path(recipe.output) / "config.json")) {

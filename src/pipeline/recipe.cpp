@@ -48,8 +48,11 @@ Key text(const char* name, Member member, std::vector<std::string> allowed = {})
   return {name,
           [=](Recipe& r, const YAML::Node& node) {
             std::string value = scalar<std::string>(node, "a text");
-            SHARDQ_CHECK(allowed.empty() || std::ranges::find(allowed, value) != allowed.end(), ExitCode::usage,
-                         "expected one of {}, found '{}'", fmt::join(allowed, ", "), value);
+            SHARDQ_CHECK(
+                allowed.empty() || std::ranges::find(allowed, value) != allowed.end(), ExitCode::usage,
+                "expected one of {}, found '{}'",
+                fmt::join(allowed.begin() + (allowed.empty() || !allowed.front().empty() ? 0 : 1), allowed.end(), ", "),
+                value);
             member(r) = value;
           },
           [=](const Recipe& r, YAML::Emitter& out) { out << member(const_cast<Recipe&>(r)); }};
@@ -254,7 +257,8 @@ int64_t parse_bytes(const std::string& text) {
     const double value = std::stod(text, &used);
     while (used < text.size() && text[used] == ' ') ++used;
     const auto unit = units.find(text.substr(used));
-    if (unit != units.end() && value >= 0) return static_cast<int64_t>(value * unit->second);
+    if (unit != units.end() && value >= 0 && value * static_cast<double>(unit->second) < 9e18)
+      return static_cast<int64_t>(value * unit->second);
   } catch (const std::logic_error&) {
   }
   fail(ExitCode::usage, "expected a size like 8GiB or 500MB, found '{}'", text);

@@ -211,6 +211,15 @@ void check_request(const StackView& w, const HessianStack& h, const MatrixView& 
   check_groups(scheme, w.cols);
 }
 
+/// NaN or infinity in a weight (a run may leave out the scan for them) shows in the loss of its row.
+void refuse_nonfinite_losses(const Solve& s, const MatrixNames& names) {
+  const int64_t rows = static_cast<int64_t>(s.result.losses.size()) / static_cast<int64_t>(names.size());
+  for (size_t i = 0; i < s.result.losses.size(); ++i)
+    SHARDQ_CHECK(std::isfinite(s.result.losses[i]), ExitCode::input,
+                 "{}: the loss of row {} is not finite: expected finite weights, or nonfinite: rtn",
+                 names[i / static_cast<size_t>(rows)], static_cast<int64_t>(i) % rows);
+}
+
 }  // namespace
 
 Quantized solve(Backend& backend, StackView weights, HessianStack hessian, MatrixView pool, int64_t pool_tokens,
@@ -251,6 +260,7 @@ Quantized solve(Backend& backend, StackView weights, HessianStack hessian, Matri
     PhaseTimer timer(seconds, "other");
     collect_losses(s);
     sample_rtn_losses(s);
+    if (options.nonfinite_is_error) refuse_nonfinite_losses(s, names);
   }
   if (shared) s.result.outcomes.resize(static_cast<size_t>(given.count), MatrixOutcome(s.result.outcomes.front()));
   return std::move(s.result);

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import struct
 import subprocess
 import unittest
@@ -101,6 +102,28 @@ class DamagedModel(ProgramTest):
 
     def test_infinity_in_a_weight(self):
         self.nonfinite(0xFF80)
+
+    def plant_nan(self, name):
+        for shard in sorted(self.model.glob("*.safetensors")):
+            header, buffer = read_safetensors(shard)
+            if name in header:
+                damaged = bytearray(buffer)
+                struct.pack_into("<H", damaged, header[name]["data_offsets"][0] + 2 * 77, 0x7FC0)
+                write_safetensors(shard, header, bytes(damaged))
+                return
+        self.fail(f"no tensor {name}")
+
+    def test_nan_outside_the_layers(self):
+        for name in ("model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"):
+            with self.subTest(name):
+                shutil.rmtree(self.model)
+                self.model_copy()
+                self.plant_nan(name)
+                self.assert_refused(self.quantize(model=self.model, ranks=2, limit_s=60), INPUT, name, "77")
+
+    def test_nan_that_nobody_looked_for_shows_in_the_loss(self):
+        self.plant_nan("model.layers.1.mlp.experts.3.down_proj.weight")
+        self.assert_refused(self.quantize("--set", "calibration.check_finite=false", model=self.model), INPUT, "layers.1", "not finite")
 
     def test_unknown_architecture(self):
         config = json.loads((self.model / "config.json").read_text())
@@ -201,6 +224,12 @@ class BadRecipe(ProgramTest):
 
     def test_missing_model(self):
         self.assert_refused(run("quantize", "--tokens", MINI_MOE / "calib_ids.npy", "--output", self.scratch / "out"), USAGE, "model")
+
+    def test_counts_and_sizes_out_of_range(self):
+        for ranks in ("0", "-3"):
+            self.assertNotEqual(run("plan", SOURCE / "configs/mini-moe.yaml", "--ranks", ranks).returncode, 0)
+        self.assert_refused(self.quantize("--set", "memory.hessian_budget=99999999999999999999GiB"), USAGE, "hessian_budget", "size")
+        self.assert_refused(self.quantize("--set", "compute=f8"), USAGE, "one of bf16, f32")
 
     def test_resume_required_with_nothing_to_resume(self):
         self.assert_refused(self.quantize("--resume", "require"), USAGE, "resume")

@@ -138,6 +138,18 @@ class Restart(ProgramTest):
         shard.write_bytes(data)
         return copy
 
+    def test_a_damaged_stage_is_named_and_so_is_the_way_out(self):
+        self.assertNotEqual(self.job("again", fault="kill@tap_solved#9,rank=0").returncode, 0)
+        stage = next(path for path in sorted((self.scratch / "again.work/stages").glob("*.h5")) if path.stat().st_size > 2000)
+        with open(stage, "r+b") as file:
+            file.truncate(1000)
+        result = self.job("again")
+        self.assertEqual(result.returncode, 4, result.stderr)
+        self.assertIn("found 1000", result.stderr)
+        self.assertIn("--resume never", result.stderr)
+        self.assertNotIn("rank 0: rank 0:", result.stderr)
+        self.finished("again", "--resume", "never")
+
     def test_resume_never_and_require(self):
         missing = self.job("fresh", "--resume", "require")
         self.assertEqual(missing.returncode, USAGE)
