@@ -37,7 +37,6 @@ void TapSolver::start(TapHessian& hessian, const Reduction& reduction) {
   if (hessian.reduced || hessian.started) return;
   PhaseTimer timer(job_.seconds, "reduce");
   hessian.started = true;
-  job_.host.all_reduce_sum(hessian.tokens.data(), static_cast<int64_t>(hessian.tokens.size()));
   if (job_.host.size() == 1) return;
   const StackView sums = hessian.sums.stack();
   const int64_t triangle = sums.cols * (sums.cols + 1) / 2;
@@ -54,6 +53,8 @@ void TapSolver::complete(TapHessian& hessian, const Reduction& reduction) {
   if (hessian.reduced) return;
   PhaseTimer timer(job_.seconds, "reduce");
   hessian.reduced = true;
+  // Here and not at the start: until now sums and tokens are this rank's, and the pool is made of both.
+  job_.host.all_reduce_sum(hessian.tokens.data(), static_cast<int64_t>(hessian.tokens.size()));
   if (!hessian.sending) return;
   const StackView sums = hessian.sums.stack();
   const int64_t triangle = hessian.sending.shape()[1];

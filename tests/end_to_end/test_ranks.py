@@ -174,6 +174,11 @@ class Ranks(ProgramTest):
     def test_layer_by_layer(self):
         arguments = ("--set", "calibration.sequential=layer")
         self.assert_same(self.job("layer1", *arguments), self.job("layer2", *arguments, ranks=2))
+        # Sums that are reduced while another tap is solved, and the pool of experts beside them.
+        plain = (*arguments, "--set", "parallel.reproducible=false", "--set", "parallel.reduce=reduce_scatter")
+        differing, compared = differing_codes(self.job("plain1", *plain), self.job("plain2", *plain, ranks=2))
+        print(f"plain layer by layer: {differing} of {compared} codes differ")
+        self.assertLessEqual(differing, SHARE * compared)
 
     def test_ignored_linears_stay_as_they_are(self):
         out = self.job("ignoring", "--set", 'ignore=[lm_head, "re:.*mlp.gate$", "re:.*layers.1.self_attn.k_proj", "re:.*layers.2.mlp.experts"]')
