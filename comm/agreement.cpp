@@ -30,18 +30,19 @@ Outcome run(const std::function<void()>& body) {
   }
 }
 
-std::vector<Range> one_each(int ranks) {
-  std::vector<Range> ranges;
-  for (int64_t r = 0; r < ranks; ++r) ranges.push_back({r, r + 1});
-  return ranges;
-}
-
 }  // namespace
 
+std::vector<int64_t> all_gather_numbers(Communicator& comm, int64_t mine) {
+  std::vector<int64_t> numbers(comm.size());
+  std::vector<Range> one_each;
+  for (int64_t r = 0; r < comm.size(); ++r) one_each.push_back({r, r + 1});
+  numbers[comm.rank()] = mine;
+  comm.all_gather(numbers.data(), one_each, sizeof(int64_t));
+  return numbers;
+}
+
 std::vector<std::string> all_gather_strings(Communicator& comm, const std::string& mine) {
-  std::vector<int64_t> lengths(comm.size());
-  lengths[comm.rank()] = static_cast<int64_t>(mine.size());
-  comm.all_gather(lengths.data(), one_each(comm.size()), sizeof(int64_t));
+  const std::vector<int64_t> lengths = all_gather_numbers(comm, static_cast<int64_t>(mine.size()));
   std::vector<Range> ranges;
   int64_t total = 0;
   for (const int64_t length : lengths) {
@@ -58,9 +59,7 @@ std::vector<std::string> all_gather_strings(Communicator& comm, const std::strin
 
 void agree(Communicator& comm, const std::function<void()>& body) {
   Outcome mine = run(body);
-  std::vector<int64_t> codes(comm.size());
-  codes[comm.rank()] = mine.code;
-  comm.all_gather(codes.data(), one_each(comm.size()), sizeof(int64_t));
+  const std::vector<int64_t> codes = all_gather_numbers(comm, mine.code);
   for (int r = 0; r < comm.size(); ++r) {
     if (codes[r] == 0) continue;
     // Some name their rank themselves (the stage store, which has its own way to agree).

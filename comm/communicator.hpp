@@ -63,6 +63,8 @@ class Deferred {
 
 /// Every rank's string, in rank order. Like `agree` and `any_rank` it moves host memory: give it the host communicator.
 std::vector<std::string> all_gather_strings(Communicator& comm, const std::string& mine);
+/// Every rank's number, in rank order.
+std::vector<int64_t> all_gather_numbers(Communicator& comm, int64_t mine);
 /// What `agree` throws, on every rank alike: the job may end in order (one voice, finish_communication, the same exit
 /// code), whereas any other Error was thrown on one rank alone and needs abort_job.
 class AgreedError : public Error {

@@ -85,7 +85,7 @@ class LayerForward {
   void run_linear(Tap tap, MatrixView x, const std::vector<int64_t>& offsets, MatrixView y, bool accumulate);
   /// Own experts' rows part by part: a matrix product must not depend on how many ranks there are.
   void run_owned(Tap tap, const OwnedRows& owned, MatrixView x, MatrixView y);
-  bool exchanged(Tap tap) const { return exchange_ && layer_.moe && (tap == Tap::gate_up || tap == Tap::down); }
+  bool exchanged(Tap tap) const { return exchange_ && layer_.routed(tap); }
 
   Backend& backend_;
   const ModelSpec& spec_;

@@ -134,7 +134,7 @@ const char* to_string(Tap tap) {
 
 ModelSpec::TapShape ModelSpec::tap_shape(const LayerSpec& of, Tap tap) const {
   const int64_t inner = of.moe ? moe_intermediate : intermediate;
-  const int64_t count = of.moe && (tap == Tap::gate_up || tap == Tap::down) ? experts : 1;
+  const int64_t count = of.routed(tap) ? experts : 1;
   switch (tap) {
     case Tap::qkv:
       return {1, (heads + 2 * kv_heads) * head_dim, hidden};
@@ -174,7 +174,7 @@ double forward_flops_per_token(const ModelSpec& spec, const LayerSpec& layer, do
   double flops = 0;
   for (Tap tap : kTaps) {
     const ModelSpec::TapShape shape = spec.tap_shape(layer, tap);
-    const bool routed = layer.moe && (tap == Tap::gate_up || tap == Tap::down);
+    const bool routed = layer.routed(tap);
     flops += 2.0 * static_cast<double>(shape.rows) * static_cast<double>(shape.cols) * (routed ? spec.top_k : 1);
   }
   if (layer.moe) flops += 2.0 * static_cast<double>(spec.hidden) * static_cast<double>(spec.experts);

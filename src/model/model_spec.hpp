@@ -48,6 +48,8 @@ struct LayerSpec {
   int64_t index = 0;
   std::string prefix;  ///< "model.layers.3."
   bool moe = false;
+  /// A tap of routed experts: a stack of one matrix an expert.
+  bool routed(Tap tap) const { return moe && (tap == Tap::gate_up || tap == Tap::down); }
   int64_t window = 0;  ///< sliding window, 0: full
   std::vector<LinearSpec> linears;
   std::string input_norm, post_attention_norm, q_norm, k_norm,

@@ -15,10 +15,6 @@ int64_t aligned(int64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-bool routed(const LayerSpec& layer, Tap tap) {
-  return layer.moe && (tap == Tap::gate_up || tap == Tap::down);
-}
-
 }  // namespace
 
 Range WeightPart::experts_of(const ModelSpec& spec, const LayerSpec& layer) const {
@@ -30,7 +26,7 @@ Range WeightPart::experts_of(const ModelSpec& spec, const LayerSpec& layer) cons
 }
 
 bool WeightPart::shared(const LayerSpec& layer, Tap tap) const {
-  return ranks > 1 && !(experts && routed(layer, tap));
+  return ranks > 1 && !(experts && layer.routed(tap));
 }
 
 WeightSource::WeightSource(const Checkpoint& checkpoint, const ModelSpec& spec)
@@ -47,7 +43,7 @@ void WeightSource::Piece::place(std::byte* memory, DType compute, std::vector<Re
 WeightSource::Piece WeightSource::stack_piece(const LayerSpec& layer, Tap tap, const WeightPart& part) const {
   ModelSpec::TapShape shape = spec_.tap_shape(layer, tap);
   Range experts{0, 1};
-  if (routed(layer, tap)) {
+  if (layer.routed(tap)) {
     experts = part.experts_of(spec_, layer);
     shape.count = experts.size();
   }

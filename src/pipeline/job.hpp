@@ -38,9 +38,7 @@ struct Job {
   /// Experts live on owners, and tokens come to them.
   bool expert_parallel() const { return reduce == ReducePlan::all_to_all && host.size() > 1; }
   /// This tap's matrices belong to ranks: weights, inputs and Hessians here are those of own_matrices.
-  bool owned(const LayerSpec& layer, Tap tap) const {
-    return expert_parallel() && layer.moe && (tap == Tap::gate_up || tap == Tap::down);
-  }
+  bool owned(const LayerSpec& layer, Tap tap) const { return expert_parallel() && layer.routed(tap); }
   /// The matrices of a tap whose weights are on this rank.
   Range own_matrices(const LayerSpec& layer, Tap tap) const {
     const int64_t count = spec.tap_shape(layer, tap).count;

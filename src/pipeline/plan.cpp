@@ -22,10 +22,6 @@ int64_t packed_bytes(const LinearSpec& linear, const QuantScheme& scheme) {
   return bytes;
 }
 
-bool is_expert(const LayerSpec& layer, Tap tap) {
-  return layer.moe && (tap == Tap::gate_up || tap == Tap::down);
-}
-
 bool tokens_can_travel(const Recipe& recipe, const Inputs& inputs, int ranks) {
   if (ranks < 2 || recipe.experts != ExpertTokens::routed || recipe.scheme.method == Method::rtn) return false;
   return inputs.spec.experts >= ranks && std::ranges::any_of(inputs.spec.layer, [&](const LayerSpec& layer) {
@@ -35,7 +31,7 @@ bool tokens_can_travel(const Recipe& recipe, const Inputs& inputs, int ranks) {
 
 /// Matrices of a tap whose weights and Hessians are on the rank that has most.
 int64_t matrices_here(const LayerSpec& layer, Tap tap, int64_t count, ReducePlan reduce, int ranks) {
-  return reduce == ReducePlan::all_to_all && is_expert(layer, tap) ? part(count, ranks, 0).size() : count;
+  return reduce == ReducePlan::all_to_all && layer.routed(tap) ? part(count, ranks, 0).size() : count;
 }
 
 int64_t wave_count(const Recipe& recipe, const PlanMachine& machine, int64_t matrices, int64_t cols) {
@@ -57,7 +53,7 @@ PlanLayer plan_layer(const Recipe& recipe, const Inputs& inputs, const LayerSpec
     const auto shape = spec.tap_shape(layer, tap);
     const double n = static_cast<double>(shape.cols), count = static_cast<double>(shape.count);
     const double weights = count * static_cast<double>(shape.rows) * n * element;
-    const bool expert = is_expert(layer, tap);
+    const bool expert = layer.routed(tap);
     const int64_t here = matrices_here(layer, tap, shape.count, reduce, machine.ranks);
     out.weight_bytes += here * shape.rows * shape.cols * size_of(inputs.compute);
     out.sent_weights += static_cast<int64_t>(weights * others);
@@ -117,7 +113,7 @@ void raise_to_tap(Plan& plan, const Recipe& recipe, const Inputs& inputs, const 
   // What is kept from tap to tap: the attention output until o has run, then the input of down; and a chunk's
   // temporaries on the way there.
   int64_t kept_before = 0, kept_after = 0, scratch = chunk * spec.hidden * element;
-  const bool owned = reduce == ReducePlan::all_to_all && is_expert(layer, tap);
+  const bool owned = reduce == ReducePlan::all_to_all && layer.routed(tap);
   if (tap == Tap::o) {
     kept_after = attention;
     scratch += chunk * shape(Tap::qkv).rows * element;
@@ -131,7 +127,7 @@ void raise_to_tap(Plan& plan, const Recipe& recipe, const Inputs& inputs, const 
     kept_after = experts;
     scratch += chunk * copies * (shape(Tap::gate_up).rows + (layer.moe ? spec.hidden : 0)) * element;
   }
-  const int64_t routing = layer.moe && (tap == Tap::gate_up || tap == Tap::down) ? my_tokens * copies * 12 : 0;
+  const int64_t routing = layer.routed(tap) ? my_tokens * copies * 12 : 0;
   const int64_t here = matrices_here(layer, tap, s.count, reduce, machine.ranks);
   const int64_t waves = wave_count(recipe, machine, here, s.cols);
   const bool rtn = recipe.scheme.method == Method::rtn;

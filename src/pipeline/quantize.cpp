@@ -351,11 +351,7 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
   if (recipe.reproducible != "true") decisive.chunk_tokens = 0;
   const auto fingerprint = run_fingerprint(decisive, inputs);
   // Every rank must come to the same plans: the smallest memory counts.
-  std::vector<int64_t> memory(host.size(), 0);
-  std::vector<Range> one_each;
-  for (int r = 0; r < host.size(); ++r) one_each.push_back({r, r + 1});
-  memory[host.rank()] = backend.memory().total;
-  host.all_gather(memory.data(), one_each, sizeof(int64_t));
+  const std::vector<int64_t> memory = all_gather_numbers(host, backend.memory().total);
   const PlanMachine machine = plan_machine(host.size(), !backend.is_host(), *std::ranges::min_element(memory));
   ReducePlan reduce = ReducePlan::reduce_scatter;
   Fit fit;

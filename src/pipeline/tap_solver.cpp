@@ -34,8 +34,7 @@ bool TapSolver::shared_hessian(Tap tap) const {
 }
 
 bool TapSolver::wants_pool(Tap tap) const {
-  return layer_.moe && (tap == Tap::gate_up || tap == Tap::down) && job_.recipe.experts == ExpertTokens::routed &&
-         job_.recipe.solver.kappa_factor > 0;
+  return layer_.routed(tap) && job_.recipe.experts == ExpertTokens::routed && job_.recipe.solver.kappa_factor > 0;
 }
 
 /// min_tokens is a rule for routed experts, whose counts are an accident of routing. A dense linear sees every token
@@ -43,8 +42,7 @@ bool TapSolver::wants_pool(Tap tap) const {
 /// small would help nobody.
 SolverOptions TapSolver::options_of(Tap tap) const {
   SolverOptions options = job_.recipe.solver;
-  const bool expert = layer_.moe && (tap == Tap::gate_up || tap == Tap::down);
-  if (!expert && options.min_tokens < 0) options.min_tokens = 0;
+  if (!layer_.routed(tap) && options.min_tokens < 0) options.min_tokens = 0;
   return options;
 }
 
