@@ -59,6 +59,7 @@ class NcclCommunicator final : public Communicator {
     });
     connect(host);
     monitor_ = std::thread([this] { watch_collectives(); });
+    if (size_ > 1) agree(host, [&] { warm_up(); });
   }
 
   /// The NCCL communicator itself is left to the end of the process: destroying it is a collective.
@@ -178,6 +179,24 @@ class NcclCommunicator final : public Communicator {
       SHARDQ_NCCL(ncclCommInitRankConfig(&comm_, size_, id, rank_, &config));
       wait_for_host_part("ncclCommInitRankConfig");
     });
+  }
+
+  /// One collective of each kind on some memory: NCCL connects peers at the first use of each, which a broken link
+  /// should spoil now and not after hours, and which is no part of any phase.
+  void warm_up() {
+    const int64_t count = int64_t{4} << 20, part = count / size_;
+    float* data = nullptr;
+    SHARDQ_CUDA(cudaMalloc(&data, 2 * count * sizeof(float)));
+    SHARDQ_CUDA(cudaMemset(data, 0, 2 * count * sizeof(float)));
+    std::vector<Range> parts;
+    for (int r = 0; r < size_; ++r) parts.push_back({r * part, (r + 1) * part});
+    all_reduce_sum(data, count);
+    reduce_scatter_sum(data, parts);
+    all_gather(data, parts, sizeof(float));
+    all_to_all(data, parts, data + count, parts, sizeof(float));
+    broadcast(data, count * static_cast<int64_t>(sizeof(float)), 0);
+    barrier();
+    SHARDQ_CUDA(cudaFree(data));
   }
 
   /// A non-blocking communicator takes the next call only after it has finished the last one's work on the host.

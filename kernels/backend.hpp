@@ -77,6 +77,9 @@ class Backend {
   virtual void zero(void* target, int64_t bytes) = 0;
   virtual void synchronize() = 0;
   virtual MemoryInfo memory() const = 0;
+  /// From now on what comes out for a matrix of a stack, or for a row of the solver's operations, does not depend on how many others are in
+  /// the call, so that work may be divided at will.  A backend of which this is true anyway ignores it.
+  virtual void set_reproducible(bool) {}
 
   // ---- linear layers and Hessians ----------------------------------------------------------------
   /// y = x w^T (+ bias) (+ y when `accumulate`).  Shapes: x [tokens, in], w [out, in], bias [out] of w's dtype or null, y [tokens, out].

@@ -190,6 +190,9 @@ bool words(const StackView& view) {
   return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.stride % 4 == 0 && view.matrix_stride % 4 == 0;
 }
 
+/// K a piece where the cut must not depend on the rows and matrices at hand.
+constexpr int64_t kReproduciblePiece = 1024;
+
 /// Pieces of K: enough of them to fill the last round of blocks, not so many that adding them up costs more.
 int choose_pieces(int64_t tiles, int64_t k, int multiprocessors) {
   int best = 1;
@@ -207,12 +210,14 @@ int choose_pieces(int64_t tiles, int64_t k, int multiprocessors) {
 
 bool tensor_update_accepts(const CudaBackend::State& state, StackView residual, StackView factor, StackView target) {
   return state.compute_capability >= 80 && kSharedBytes <= state.shared_memory_per_block && words(residual) &&
-         words(factor) && residual.cols % 4 == 0 && residual.cols >= kDepth && target.cols >= 8 && target.rows >= 8;
+         words(factor) && residual.cols % 4 == 0 && residual.cols >= kDepth && target.cols >= 8 &&
+         (target.rows >= 8 || state.reproducible);
 }
 
 void tensor_update(CudaBackend::State& state, StackView residual, StackView factor, StackView target) {
   const int64_t row_tiles = ceil_div(target.rows, kTile), col_tiles = ceil_div(target.cols, kTile), k = residual.cols;
-  const int wanted = choose_pieces(row_tiles * col_tiles * target.count, k, state.multiprocessors);
+  const int wanted = state.reproducible ? static_cast<int>(std::clamp<int64_t>(k / kReproduciblePiece, 1, 8))
+                                        : choose_pieces(row_tiles * col_tiles * target.count, k, state.multiprocessors);
   const int64_t piece = ceil_div(ceil_div(k, wanted), kDepth) * kDepth;
   const int pieces = static_cast<int>(ceil_div(k, piece));
   const DeviceArray<float> partial(state, pieces > 1 ? pieces * target.count * target.rows * target.cols : 0,

@@ -263,10 +263,15 @@ __global__ void __launch_bounds__(kSolveThreads) solve_kernel(const __grid_const
 
 }  // namespace
 
+/// Experts are narrower than this, and wider matrices come alone.
+constexpr int64_t kReproducibleColumns = 4096;
+
 bool blocked_cholesky_accepts(const CudaBackend::State& state, const CholeskyBatch& batch) {
-  // Each step has at least one tile a matrix: with few matrices most of the card would wait.
-  return state.compute_capability >= 80 && state.shared_memory_per_block >= kSolveBytes && batch.count >= 8 &&
-         batch.n > kBlock && batch.n % 4 == 0 && batch.stride % 4 == 0 && batch.matrix_stride % 4 == 0 &&
+  // Each step has at least one tile a matrix: with few matrices most of the card would wait. Where the choice must not
+  // depend on their number, the size alone decides.
+  const bool pays = state.reproducible ? batch.n <= kReproducibleColumns : batch.count >= 8;
+  return state.compute_capability >= 80 && state.shared_memory_per_block >= kSolveBytes && pays && batch.n > kBlock &&
+         batch.n % 4 == 0 && batch.stride % 4 == 0 && batch.matrix_stride % 4 == 0 &&
          reinterpret_cast<uintptr_t>(batch.data) % 16 == 0;
 }
 

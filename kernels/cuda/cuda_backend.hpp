@@ -27,6 +27,7 @@ class CudaBackend final : public Backend {
   void zero(void* target, int64_t bytes) override;
   void synchronize() override;
   MemoryInfo memory() const override;
+  void set_reproducible(bool wanted) override;
   void linear(MatrixView x, MatrixView w, const void* bias, MatrixView y, bool accumulate) override;
   void linear_stack(MatrixView x, StackView w, std::span<const int64_t> offsets, MatrixView y) override;
   void accumulate_gram(MatrixView x, StackView h, std::span<const int64_t> offsets) override;

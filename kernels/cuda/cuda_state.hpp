@@ -62,7 +62,8 @@ struct CudaBackend::State {
   cublasLtHandle_t blas_lt = nullptr;
   void* blas_workspace = nullptr;
   int64_t blas_workspace_bytes = 0;
-  PlannedGemm planned;  ///< for ragged shapes
+  bool reproducible = false;  ///< Backend::set_reproducible
+  PlannedGemm planned;        ///< for ragged shapes
   static constexpr int64_t kSideWorkspaceBytes = int64_t{16} << 20;
   /// A ragged product on a side stream, or on the compute stream (index -1).
   void planned_gemm(int index, const GemmCall& call);

@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(Batch batch, float* piv
 
 /// (H200, fp32) 128 matrices of 2048: 25 ms batched, 46 ms over 16 streams; 16 of 4096: 32 ms batched, 20 ms over
 /// streams.
-bool prefers_batched(int64_t n, int64_t count) {
+bool prefers_batched(const CudaBackend::State& state, int64_t n, int64_t count) {
+  if (state.reproducible) return n <= 512;
   return count > 1 && (n <= 512 || (n <= 2560 && count >= 24));
 }
 
@@ -194,7 +195,7 @@ void factorize_by_library(CudaBackend::State& state, const Batch& batch, std::sp
   const int64_t n = batch.n, count = static_cast<int64_t>(which.size());
   std::vector<float*> matrices;
   for (int64_t e : which) matrices.push_back(factor[e].as<float>());
-  if (prefers_batched(n, count))
+  if (prefers_batched(state, n, count))
     factorize_batched(state, matrices, static_cast<int>(n), static_cast<int>(factor.stride), info);
   else
     factorize_over_streams(state, matrices, n, factor.stride, info);
@@ -206,11 +207,10 @@ void factorize_by_library(CudaBackend::State& state, const Batch& batch, std::sp
   SHARDQ_LAUNCHED("factorize (finish)");
 }
 
-/// SHARDQ_FACTOR=blocked takes our own kernels instead of cuSOLVER. They are not the default before they have passed
-/// their tests on a GPU.
-bool blocked_is_wanted() {
+/// SHARDQ_FACTOR=library takes cuSOLVER for stacks too: for comparison, and a way out.
+bool library_is_wanted() {
   const char* choice = std::getenv("SHARDQ_FACTOR");
-  return choice != nullptr && std::string_view(choice) == "blocked";
+  return choice != nullptr && std::string_view(choice) == "library";
 }
 
 }  // namespace
@@ -236,7 +236,7 @@ void CudaBackend::factorize(StackView h, const int32_t* order, std::span<const i
                     factor.as<float>(), factor.stride, factor.matrix_stride,
                     which_device.get(), order,         n};
   const CholeskyBatch own{factor.as<float>(), factor.stride, factor.matrix_stride, which_device.get(), count, n};
-  if (blocked_is_wanted() && blocked_cholesky_accepts(*state_, own)) {
+  if (!library_is_wanted() && blocked_cholesky_accepts(*state_, own)) {
     launch_load<false>(*state_, batch, count, damping_device.get());
     blocked_cholesky(*state_, own, info.get());
     const dim3 grid(static_cast<unsigned>((n + 1) / 2), static_cast<unsigned>(count));

@@ -9,8 +9,8 @@
 // updates the rest at once. So every p_k receives its fused multiply-adds in ascending j, as on the CPU: equal bits. T
 // lies in shared memory as [j][k] by strips, and is read as broadcast 16-byte words.
 //
-// Scales of a thread's row wait in shared memory too, where they fit: under an activation order every column may be of
-// another group.
+// Under an activation order every column may be of another group: then the scales of a thread's row wait in shared
+// memory too, where they fit.
 //
 // Bytes a row and column: 4 in (shifted), 2 in (weight), 1 + 4 out. Rows are read by single threads in 16-byte words: a
 // warp's 32 rows stay in L1 until their lines are used up. No library call does any of this.
@@ -73,41 +73,63 @@ __device__ constexpr int factor_offset(int strip) {
   return kStrip * kStrip * (strip * (strip + 1) / 2);
 }
 
+/// Four elements T(k, j .. j + 3) of row k of the block; those outside of it are zero.
+__device__ float4 factor_piece(const Args& a, const float* base, int k, int j) {
+  float4 t = make_float4(0, 0, 0, 0);
+  if (k >= a.width) return t;
+  const float* source = base + k * a.factor_stride + j;
+  if (a.factor_words && j + 4 <= a.width) return __ldg(reinterpret_cast<const float4*>(source));
+  if (j < a.width) t.x = source[0];
+  if (j + 1 < a.width) t.y = source[1];
+  if (j + 2 < a.width) t.z = source[2];
+  if (j + 3 < a.width) t.w = source[3];
+  return t;
+}
+
 /// Brings T of the block to shared memory, transposed: a lane a row k of T^T, 4 columns j at a time, so that shared
-/// memory is written along rows. Elements outside the block are zero.
+/// memory is written along rows. Several loads are under way at once: a block of one warp has nothing else to wait
+/// with.
 __device__ void load_factor(const Args& a, int64_t matrix, Shared& shared) {
+  constexpr int kPieces = kStrip / 4, kUnits = kPieces * (kStrips * (kStrips + 1) / 2), kAhead = 10;
+  static_assert(kUnits % kAhead == 0);
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  constexpr int kPieces = kStrip / 4;
   const float* base = a.factor + matrix * a.factor_matrix_stride;
-  for (int unit = threadIdx.x / 32; unit < kPieces * (kStrips * (kStrips + 1) / 2); unit += warps) {
+  /// Strip, first row within T and column of a unit.
+  const auto place = [&](int unit, int& strip, int& j) {
     const int block = unit / kPieces;
-    const int strip = block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3;
-    const int j = (unit - kPieces * (strip * (strip + 1) / 2)) * 4, k = strip * kStrip + lane;
-    float4 t = make_float4(0, 0, 0, 0);
-    if (k < a.width) {
-      const float* source = base + k * a.factor_stride + j;
-      if (a.factor_words && j + 4 <= a.width) {
-        t = *reinterpret_cast<const float4*>(source);
-      } else {
-        if (j < a.width) t.x = source[0];
-        if (j + 1 < a.width) t.y = source[1];
-        if (j + 2 < a.width) t.z = source[2];
-        if (j + 3 < a.width) t.w = source[3];
-      }
+    strip = block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3;
+    j = (unit - kPieces * (strip * (strip + 1) / 2)) * 4;
+  };
+  for (int first = threadIdx.x / 32; first < kUnits; first += warps * kAhead) {
+    float4 held[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int unit = first + i * warps;
+      int strip, j;
+      place(min(unit, kUnits - 1), strip, j);
+      held[i] = factor_piece(a, base, strip * kStrip + lane, j);
     }
-    float* target = shared.factor + factor_offset(strip) + j * kStrip + lane;
-    target[0] = t.x;
-    target[kStrip] = t.y;
-    target[2 * kStrip] = t.z;
-    target[3 * kStrip] = t.w;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int unit = first + i * warps;
+      if (unit >= kUnits) continue;
+      int strip, j;
+      place(unit, strip, j);
+      float* target = shared.factor + factor_offset(strip) + j * kStrip + lane;
+      target[0] = held[i].x;
+      target[kStrip] = held[i].y;
+      target[2 * kStrip] = held[i].z;
+      target[3 * kStrip] = held[i].w;
+    }
   }
 }
 
 __device__ void load_groups(const Args& a, int64_t matrix, Shared& shared) {
+#pragma unroll 4
   for (int j = threadIdx.x; j < a.width; j += blockDim.x) {
     const int64_t position = matrix * a.cols + a.begin + j;
-    shared.group[j] = (a.order ? a.order[position] : a.begin + j) / a.group_size;
-    const float pivot = a.pivots[position];
+    shared.group[j] = (a.order ? __ldg(a.order + position) : a.begin + j) / a.group_size;
+    const float pivot = __ldg(a.pivots + position);
     shared.pivot_squared[j] = pivot * pivot;
   }
 }
@@ -185,9 +207,10 @@ __device__ void load_strip(const Args& a, const Row& row, Shared& shared, int fi
 /// A row's scales and zero points to this thread's place in the tables.
 template <bool kZero>
 __device__ void load_scales(const Args& a, const Row& row, Shared& shared) {
-  for (int64_t g = 0; g < a.groups; ++g) {
-    shared.scales()[g * blockDim.x + threadIdx.x] = row.scales[g];
-    if constexpr (kZero) shared.zeros(a.groups)[g * blockDim.x + threadIdx.x] = row.zeros[g];
+#pragma unroll 8
+  for (int g = 0; g < static_cast<int>(a.groups); ++g) {
+    shared.scales()[g * blockDim.x + threadIdx.x] = __ldg(row.scales + g);
+    if constexpr (kZero) shared.zeros(a.groups)[g * blockDim.x + threadIdx.x] = __ldg(row.zeros + g);
   }
 }
 
@@ -386,7 +409,7 @@ void launch(const CudaBackend::State& state, Args a, int64_t count) {
       std::min<int64_t>(state.shared_memory_per_block, Shared::bytes(kMaxThreads, 0, false) + kTableBytes);
   SHARDQ_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)));
   const auto holds_table = [&](int threads) {
-    return Shared::bytes(threads, a.groups, kZero) - Shared::bytes(threads, 0, false) <= kTableBytes;
+    return a.order && Shared::bytes(threads, a.groups, kZero) - Shared::bytes(threads, 0, false) <= kTableBytes;
   };
   const auto bytes = [&](int threads) {
     return static_cast<size_t>(Shared::bytes(threads, holds_table(threads) ? a.groups : 0, kZero));

@@ -61,7 +61,8 @@ template <class State>
 void accumulate_on_hopper(State& state, MatrixView x, StackView h, std::span<const int64_t> offsets) {
   const std::vector<uint32_t> panels = gram_panels(h.cols);
   const auto panel_count = static_cast<int64_t>(panels.size());
-  const std::vector<GramSegment> segments = gram_segments(offsets, panel_count, gram_clusters());
+  const std::vector<GramSegment> segments =
+      gram_segments(offsets, panel_count, state.reproducible ? 0 : gram_clusters());
   const DeviceArray<GramSegment> segments_device(state, std::span<GramSegment const>(segments),
                                                  "segments of Gram sums");
   const DeviceArray<uint32_t> panels_device(state, std::span<uint32_t const>(panels), "panels of Gram sums");

@@ -22,8 +22,19 @@ struct Layouts {
   }
 };
 
-int64_t bucket(int64_t extent) {
-  return static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(extent)));
+/// The largest 2^i or 3 * 2^i up to it. Extents below 64 are classes of their own: their kernels differ most.
+int64_t class_of(int64_t extent) {
+  if (extent < 64) return extent;
+  const auto power = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(extent)));
+  return extent >= power / 2 * 3 ? power / 2 * 3 : power;
+}
+
+/// The smallest shape of the call's class.
+GemmCall representative(GemmCall g) {
+  g.m = class_of(g.m);
+  g.n = class_of(g.n);
+  g.k = class_of(g.k);
+  return g;
 }
 
 /// Common power-of-two alignment of the three addresses, at most 16 bytes: a kernel chosen for aligned data must not
@@ -41,13 +52,13 @@ PlannedGemm::~PlannedGemm() {
     if (plan.operation) cublasLtMatmulDescDestroy(plan.operation);
 }
 
-const PlannedGemm::Plan& PlannedGemm::plan(cublasLtHandle_t lt, int64_t workspace_bytes, const GemmCall& g,
+const PlannedGemm::Plan& PlannedGemm::plan(cublasLtHandle_t lt, int64_t workspace_bytes, const GemmCall& call,
                                            bool exact) {
-  // Extents below 64 keep a plan of their own: their kernels differ most.
-  const auto rounded = [exact](int64_t extent) { return extent < 64 || exact ? -extent : bucket(extent); };
+  const GemmCall g = exact ? call : representative(call);
+  const int64_t sign = exact ? -1 : 1;
   const int align = alignment(g);
-  const Key key{g.transpose_a, g.transpose_b, rounded(g.m), rounded(g.n), rounded(g.k), g.type,
-                g.out,         g.lda,         g.ldb,        g.ldc,        g.beta != 0,  align};
+  const Key key{g.transpose_a, g.transpose_b, sign * g.m, sign * g.n,  sign * g.k, g.type,         g.out,
+                g.lda,         g.ldb,         g.ldc,      g.beta != 0, align,      workspace_bytes};
   const auto found = plans_.find(key);
   if (found != plans_.end()) return found->second;
   Plan plan;

@@ -22,9 +22,9 @@ struct GemmCall {
 /// Matrix products whose shape changes from call to call: experts with ragged token counts.
 ///
 /// cuBLAS chooses a kernel anew for every shape it has not seen, which took about 77 us of host time a call on an H200
-/// (2026-11-30): with thousands of ragged products a layer the device waited for the host. Here one choice serves all
-/// shapes whose ragged extent (the largest power of two below it) is alike, and a call costs a few microseconds. Not
-/// thread-safe.
+/// (2026-11-30): with thousands of ragged products a layer the device waited for the host. Here shapes are classed (two
+/// classes an octave of each extent), and one choice, the library's for the smallest shape of the class, serves them
+/// all: a call costs a few microseconds, and which kernel runs does not depend on the calls before. Not thread-safe.
 class PlannedGemm {
  public:
   /// Enqueues the product. `workspace` belongs to `stream`.
@@ -36,7 +36,8 @@ class PlannedGemm {
     cublasLtMatmulDesc_t operation = nullptr;
     cublasLtMatmulAlgo_t algorithm;
   };
-  using Key = std::tuple<bool, bool, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, bool, int>;
+  using Key =
+      std::tuple<bool, bool, int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, bool, int, int64_t>;
   const Plan& plan(cublasLtHandle_t lt, int64_t workspace_bytes, const GemmCall& call, bool exact);
   std::map<Key, Plan> plans_;
 };

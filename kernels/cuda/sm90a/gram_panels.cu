@@ -346,7 +346,7 @@ std::vector<GramSegment> gram_segments(std::span<const int64_t> offsets, int64_t
   // In units of a stage of 64 rows: a unit of work costs its stages and about eight more to be added to h. All clusters
   // should have equally much, and long segments cost least: the best of a few lengths.
   constexpr double kAddition = 8;
-  constexpr int64_t kShortest = 4096, kLongest = 32768;
+  constexpr int64_t kShortest = 4096, kLongest = 32768, kReproducible = 8192;
   const auto cost = [&](int64_t longest) {
     double total = 0, largest = 0;
     for (size_t e = 0; e + 1 < offsets.size(); ++e) {
@@ -361,8 +361,8 @@ std::vector<GramSegment> gram_segments(std::span<const int64_t> offsets, int64_t
     // Equal units come in whole rounds; ragged ones, longest first, leave a gap of about half a unit.
     return offsets.size() == 2 ? largest * std::ceil(share / largest - 1e-9) : std::max(share, largest) + largest / 2;
   };
-  int64_t best = kLongest;
-  for (int64_t longest = kShortest; longest <= kLongest; longest += 1024)
+  int64_t best = clusters == 0 ? kReproducible : kLongest;
+  for (int64_t longest = kShortest; clusters > 0 && longest <= kLongest; longest += 1024)
     if (cost(longest) < cost(best)) best = longest;
 
   std::vector<GramSegment> segments;

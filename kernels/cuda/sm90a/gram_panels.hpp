@@ -27,7 +27,8 @@ int64_t gram_clusters();
 std::vector<uint32_t> gram_panels(int64_t n);
 
 /// Cuts the rows of every matrix of a stack (offsets as for Backend::accumulate_gram) into segments, sorted by turn,
-/// longest first, so that `clusters` pairs of blocks are busy to the end.
+/// longest first, so that `clusters` pairs of blocks are busy to the end; with 0 clusters, to a length that depends on
+/// the matrix alone.
 std::vector<GramSegment> gram_segments(std::span<const int64_t> offsets, int64_t panels, int64_t clusters);
 
 /// Device-side inputs of one launch.
