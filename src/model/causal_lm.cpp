@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/error.hpp"
+#include "model/embedding.hpp"
 #include "model/layer_forward.hpp"
 #include "model/layer_reader.hpp"
 #include "model/weight_source.hpp"
@@ -23,13 +24,14 @@ struct Chunk {
 
 std::vector<Chunk> embed_samples(Backend& backend, const Checkpoint& checkpoint, const ModelSpec& spec,
                                  const TokenSet& tokens, std::span<const int64_t> samples, DType compute) {
+  const Embedding embed(backend, checkpoint, spec, compute);
   std::vector<Chunk> chunks;
   std::vector<int32_t> ids;
   Chunk current;
   current.state.starts = {0};
   const auto close = [&] {
     if (ids.empty()) return;
-    current.state.hidden = embed(backend, checkpoint, spec, ids, compute);
+    current.state.hidden = embed(ids);
     chunks.push_back(std::move(current));
     current = Chunk();
     current.state.starts = {0};

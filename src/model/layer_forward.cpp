@@ -277,22 +277,4 @@ MatrixView LayerForward::down_input_of_expert(ChunkState& chunk, int64_t expert)
   return act;
 }
 
-Tensor embed(Backend& backend, const Checkpoint& checkpoint, const ModelSpec& spec, std::span<const int32_t> ids,
-             DType compute) {
-  const TensorEntry& entry = checkpoint.entry(spec.embedding);
-  const auto bytes = checkpoint.bytes(spec.embedding);
-  const int64_t row_bytes = spec.hidden * size_of(entry.dtype), count = static_cast<int64_t>(ids.size());
-  std::vector<std::byte> rows(count * row_bytes);
-  for (int64_t i = 0; i < count; ++i) {
-    SHARDQ_CHECK(0 <= ids[i] && ids[i] < spec.vocab, ExitCode::input,
-                 "token id {} at position {}: the vocabulary has {}", ids[i], i, spec.vocab);
-    std::memcpy(rows.data() + i * row_bytes, bytes.data() + ids[i] * row_bytes, row_bytes);
-  }
-  Tensor hidden(backend, compute, {count, spec.hidden}, "hidden states");
-  std::vector<std::byte> converted(hidden.bytes());
-  convert_elements(rows.data(), entry.dtype, converted.data(), compute, hidden.size());
-  backend.upload(hidden.data(), converted.data(), hidden.bytes());
-  return hidden;
-}
-
 }  // namespace shardq

@@ -101,8 +101,4 @@ class LayerForward {
   Tensor expert_scratch_, expert_act_;
 };
 
-/// Embedding rows of `ids` from the checkpoint, into backend memory [tokens, hidden] in `compute` dtype.
-Tensor embed(Backend& backend, const Checkpoint& checkpoint, const ModelSpec& spec, std::span<const int32_t> ids,
-             DType compute);
-
 }  // namespace shardq

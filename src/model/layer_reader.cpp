@@ -36,6 +36,10 @@ void LayerReader::start(int64_t index) {
       std::async(std::launch::async, [this, &layer] { source_.read(layer, compute_, check_finite_, host_, part_); });
 }
 
+void LayerReader::begin(int64_t index) {
+  if (!backend_.is_host() && !pending_.valid()) start(index);
+}
+
 LayerWeights LayerReader::read_ahead(int64_t index) {
   if (pending_.valid() && pending_index_ != index) {
     pending_.wait();

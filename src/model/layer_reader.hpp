@@ -27,6 +27,8 @@ class LayerReader {
   ~LayerReader();
   LayerReader(const LayerReader&) = delete;
   LayerReader& operator=(const LayerReader&) = delete;
+  /// Starts reading layer `index` in the background, on a device backend: the caller has other things to prepare.
+  void begin(int64_t index);
   /// First half of get: brings this rank's part of layer `index` to backend memory and starts reading the next layer.
   /// Runs no collective, and everything that can fail on one rank alone fails here, so that ranks can agree before they
   /// gather.  Errors: those of WeightSource::load, also for a layer that was read ahead, when it is asked for.

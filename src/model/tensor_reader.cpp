@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstring>
-#include <exception>
-#include <mutex>
 
 #include "core/error.hpp"
+#include "core/parallel.hpp"
 #include "io/packing.hpp"
 #include "kernels/grid.hpp"
 
@@ -78,26 +76,11 @@ TensorReader::TensorReader(const Checkpoint& checkpoint)
 void TensorReader::read(const std::vector<ReadItem>& items, DType compute, bool check_finite) const {
   std::vector<ReadItem> pieces;
   for (const ReadItem& item : items) cut(item, compute, pieces);
-  const auto count = static_cast<int64_t>(pieces.size());
   int64_t bytes = 0;  // a small layer is read before other threads have woken
   for (const ReadItem& item : items) bytes += item.range.size() * width_of(item) * size_of(compute);
-  std::exception_ptr failure;
-  std::atomic<int64_t> failed = count;  // the lowest piece, so that the message does not depend on the threads
-  std::mutex failure_lock;
-  // No exception may leave the loop.
-#pragma omp parallel for schedule(dynamic) if (bytes > kPieceBytes)
-  for (int64_t i = 0; i < count; ++i) {
-    if (i > failed) continue;
-    try {
-      read_piece(pieces[i], {compute, check_finite});
-    } catch (...) {
-      const std::lock_guard guard(failure_lock);
-      if (i > failed) continue;
-      failed = i;
-      failure = std::current_exception();
-    }
-  }
-  if (failure) std::rethrow_exception(failure);
+  parallel_for(static_cast<int64_t>(pieces.size()), bytes > kPieceBytes, [&](int64_t i) {
+    read_piece(pieces[i], {compute, check_finite});
+  });
 }
 
 /// A transposed slice stays whole: every piece of it would have to read all of it.
@@ -212,20 +195,11 @@ void TensorReader::check_finite(const std::string& name) const {
   const TensorEntry& entry = checkpoint_.entry(name);
   if (entry.dtype != DType::bf16 && entry.dtype != DType::f16 && entry.dtype != DType::f32) return;
   const int64_t count = element_count(entry.shape), step = (int64_t{4} << 20) / size_of(entry.dtype);
-  const int64_t pieces = (count + step - 1) / step;
-  std::vector<std::exception_ptr> failures(static_cast<size_t>(pieces));  // no exception may leave the loop
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t i = 0; i < pieces; ++i) {
-    try {
-      const Range range{i * step, std::min(count, (i + 1) * step)};
-      std::vector<std::byte> values(static_cast<size_t>(range.size() * size_of(entry.dtype)));
-      read_elements(name, range, values.data(), {entry.dtype, true});
-    } catch (...) {
-      failures[static_cast<size_t>(i)] = std::current_exception();
-    }
-  }
-  for (const std::exception_ptr& failure : failures)
-    if (failure) std::rethrow_exception(failure);
+  parallel_for((count + step - 1) / step, true, [&](int64_t i) {
+    const Range range{i * step, std::min(count, (i + 1) * step)};
+    std::vector<std::byte> values(static_cast<size_t>(range.size() * size_of(entry.dtype)));
+    read_elements(name, range, values.data(), {entry.dtype, true});
+  });
 }
 
 void TensorReader::check_all_finite(const TensorEntry& entry, std::span<const std::byte> bytes, int64_t first) const {

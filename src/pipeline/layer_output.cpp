@@ -1,9 +1,12 @@
 #include "pipeline/layer_output.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <iterator>
 
 #include "core/error.hpp"
+#include "core/parallel.hpp"
 #include "io/packing.hpp"
 
 namespace shardq {
@@ -34,7 +37,8 @@ std::vector<std::byte> stored_scales(const float* scales, int64_t count, DType d
 LayerOutput::LayerOutput(Job& job, OutputWriter& writer) : job_(job), writer_(writer) {}
 
 LayerOutput::~LayerOutput() {
-  if (pending_.valid()) pending_.wait();
+  for (std::future<void>* writing : {&pending_, &rest_})
+    if (writing->valid()) writing->wait();
 }
 
 void LayerOutput::add(const LayerSpec& layer, Tap tap, std::shared_ptr<const HostTap> host) {
@@ -82,10 +86,16 @@ std::set<std::string> LayerOutput::consumed(const LayerSpec& layer) const {
 }
 
 std::vector<OutputTensor> LayerOutput::layer_tensors(const LayerSpec& layer, const HostTaps& taps) const {
-  std::vector<OutputTensor> out;
-  for (size_t i = 0; i < layer.linears.size(); ++i)
+  // Experts are many and small: one thread each. A few large linears are packed by all threads one after another.
+  constexpr int64_t kMany = 32;
+  const auto count = static_cast<int64_t>(layer.linears.size());
+  std::vector<std::vector<OutputTensor>> parts(layer.linears.size());
+  parallel_for(count, count >= kMany, [&](int64_t i) {
     if (job_.selection.quantized[layer.index][i])
-      append_linear(out, layer, layer.linears[i], *taps[static_cast<size_t>(layer.linears[i].tap)]);
+      append_linear(parts[i], layer, layer.linears[i], *taps[static_cast<size_t>(layer.linears[i].tap)]);
+  });
+  std::vector<OutputTensor> out;
+  for (std::vector<OutputTensor>& part : parts) std::ranges::move(part, std::back_inserter(out));
   const std::set<std::string> replaced = consumed(layer);
   for (const std::string& name : job_.checkpoint.names())
     if (name.starts_with(layer.prefix) && !replaced.contains(name)) append_plain(out, name);
@@ -97,22 +107,31 @@ void LayerOutput::write(const LayerSpec& layer) {
   wait();
   const HostTaps taps = std::exchange(taps_, {});
   pending_ = std::async(std::launch::async, [this, &layer, taps] {
-    return writer_.write_shard(layer.index + 1, shard_count(), layer_tensors(layer, taps));
+    writer_.write_shard(layer.index + 1, shard_count(), layer_tensors(layer, taps));
   });
 }
 
 void LayerOutput::wait() {
-  if (pending_.valid()) bytes_written_ += pending_.get();
+  if (pending_.valid()) pending_.get();
+  if (rest_.valid() && rest_.wait_for(std::chrono::seconds(0)) == std::future_status::ready) rest_.get();
 }
 
-void LayerOutput::write_rest() {
+void LayerOutput::finish() {
+  wait();
+  if (rest_.valid()) rest_.get();
+}
+
+void LayerOutput::start_rest() {
+  if (job_.host.rank() != 0 || writer_.has_shard(shard_count(), shard_count())) return;
   std::vector<OutputTensor> out;
   for (const std::string& name : job_.checkpoint.names()) {
     const bool in_layer =
         std::ranges::any_of(job_.spec.layer, [&](const LayerSpec& l) { return name.starts_with(l.prefix); });
     if (!in_layer) append_plain(out, name);
   }
-  bytes_written_ += writer_.write_shard(shard_count(), shard_count(), std::move(out));
+  rest_ = std::async(std::launch::async, [this, tensors = std::move(out)]() mutable {
+    writer_.write_shard(shard_count(), shard_count(), std::move(tensors));
+  });
 }
 
 void LayerOutput::publish() {

@@ -24,11 +24,13 @@ class LayerOutput {
   void add(const LayerSpec& layer, Tap tap, std::shared_ptr<const HostTap> host);
   /// Packs and writes the layer's shard in the background (owner only). Waits for the former layer's write first.
   void write(const LayerSpec& layer);
-  /// The shard of everything that is in no layer; rank 0, in the foreground.
-  void write_rest();
-  /// Waits for the write in flight; throws its Error.
+  /// Starts writing the shard of everything that is in no layer (rank 0 only), unless an earlier run has: nothing in it
+  /// depends on what is solved.
+  void start_rest();
+  /// Waits for the layer's write in flight; throws its Error, or that of the rest where it has ended.
   void wait();
-  int64_t bytes_written() const { return bytes_written_; }
+  /// Waits for everything that is being written.
+  void finish();
   /// Config, index and copied files, then the final name. Rank 0, after all ranks have waited.
   void publish();
 
@@ -44,8 +46,7 @@ class LayerOutput {
   Job& job_;
   OutputWriter& writer_;
   HostTaps taps_;
-  std::future<int64_t> pending_;
-  int64_t bytes_written_ = 0;
+  std::future<void> pending_, rest_;
 };
 
 }  // namespace shardq

@@ -9,6 +9,7 @@
 #include "core/stop_signal.hpp"
 #include "io/files.hpp"
 #include "io/stage_store.hpp"
+#include "model/embedding.hpp"
 #include "model/layer_reader.hpp"
 #include "pipeline/layer_output.hpp"
 #include "pipeline/plan.hpp"
@@ -110,7 +111,10 @@ void Run::safe_point() {
   report_progress("a chunk of tokens");
   fault_point("safe_point");
   int64_t flags[] = {stop_requested(), store_.writing()};
-  job_.host.all_reduce_sum(flags, 2);
+  {
+    PhaseTimer timer(job_.seconds, "wait");  // for the slowest rank
+    job_.host.all_reduce_sum(flags, 2);
+  }
   // A stage that every rank has written is committed at the next safe point, not only when another one follows.
   if (store_.in_flight() && flags[1] == 0) agree(job_.host, [&] { store_.complete(); });
   if (flags[0] == 0) return;
@@ -281,7 +285,10 @@ void Run::layers() {
     rope_ = rope_table(job_.spec, job_.tokens.longest());
     PhaseTimer timer(job_.seconds, "read");
     agree(job_.host, [&] {
+      reader_.begin(start);  // the first layer is read while the hidden states are made
       int64_t sample = job_.my_samples().begin;
+      std::optional<Embedding> embed;
+      if (start == 0) embed.emplace(job_.backend, job_.checkpoint, job_.spec, job_.compute);
       const auto fill = [&](ChunkState& chunk) {
         if (start > 0) {
           chunk.hidden = Tensor(job_.backend, job_.compute, {chunk.starts.back(), job_.spec.hidden}, "hidden states");
@@ -290,7 +297,7 @@ void Run::layers() {
         std::vector<int32_t> ids;
         for (size_t s = 0; s + 1 < chunk.starts.size(); ++s, ++sample)
           ids.insert(ids.end(), job_.tokens[sample].begin(), job_.tokens[sample].end());
-        chunk.hidden = embed(job_.backend, job_.checkpoint, job_.spec, ids, job_.compute);
+        chunk.hidden = (*embed)(ids);
       };
       for (int64_t i = 0; i < chunks_.size(); ++i) chunks_.visit(i, fill, true);
       if (start > 0) load_hidden(job_.backend, store_, hidden_stage_name(start), first_token(), chunks_);
@@ -309,23 +316,6 @@ void Run::layers() {
   for (int64_t l = start; l < job_.spec.layers; ++l) layer(job_.spec.layer[l]);
   progress_.finish();
   agree(job_.host, [&] { stages_.flush(); });
-}
-
-int64_t directory_bytes(const std::filesystem::path& directory) {
-  int64_t total = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(directory))
-    if (entry.is_regular_file() && entry.path().extension() == ".safetensors")
-      total += static_cast<int64_t>(entry.file_size());
-  return total;
-}
-
-void write_reports(const Job& job, const Report& report, const std::filesystem::path& partial, RunSummary& summary,
-                   const std::vector<PhaseSeconds>& phases) {
-  const std::filesystem::path work = work_directory(job.recipe);
-  summary.output_bytes = directory_bytes(partial);
-  write_text_durably(work / "metrics.jsonl", report.metrics_lines(phases));
-  write_text_durably(work / "report.json", report_json(summary, report, phases));
-  write_text_durably(work / "recipe.yaml", recipe_text(job.recipe, RecipeText::complete));
 }
 
 /// True where `output` is what this very run published before it could say so in its work directory.
@@ -414,6 +404,7 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
     if (host.rank() != 0) writer = std::make_unique<OutputWriter>(recipe.output);
   });
 
+  backend.set_reproducible(recipe.reproducible == "true");
   Job job{.recipe = recipe,
           .backend = backend,
           .host = host,
@@ -442,15 +433,13 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
       for (const Range& chunk : make_chunks(*inputs.tokens, share, fit.chunk_tokens)) job.chunks.push_back(chunk);
   }
   LayerOutput output(job, *writer);
+  agree(host, [&] { output.start_rest(); });
   Run run(job, *store, *writer, output, resuming);
   run.layers();
 
   {
     PhaseTimer timer(job.seconds, "write");
-    agree(host, [&] {
-      if (host.rank() == 0) output.write_rest();
-      output.wait();
-    });
+    agree(host, [&] { output.finish(); });
   }
   {
     PhaseTimer timer(job.seconds, "checkpoint");

@@ -1,14 +1,25 @@
 #include "pipeline/report.hpp"
 
 #include <algorithm>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "core/build_info.hpp"
+#include "io/files.hpp"
+#include "pipeline/preflight.hpp"
 #include "pipeline/progress.hpp"
 
 namespace shardq {
 using Json = nlohmann::ordered_json;
 namespace {
+
+int64_t directory_bytes(const std::filesystem::path& directory) {
+  int64_t total = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(directory))
+    if (entry.is_regular_file() && entry.path().extension() == ".safetensors")
+      total += static_cast<int64_t>(entry.file_size());
+  return total;
+}
 
 Json record_json(const ModuleRecord& r) {
   return Json{{"module", r.module},
@@ -195,6 +206,15 @@ std::string readable_summary(const RunSummary& s, const Report& report, const Ph
     if (seconds >= 0.05) text += fmt::format("{} {}  ", phase, readable_seconds(seconds));
   text += fmt::format("\n  output      {}\n  report      {}/report.json, metrics.jsonl\n", s.output, s.work);
   return text;
+}
+
+void write_reports(const Job& job, const Report& report, const std::filesystem::path& partial, RunSummary& summary,
+                   const std::vector<PhaseSeconds>& phases) {
+  const std::filesystem::path work = work_directory(job.recipe);
+  summary.output_bytes = directory_bytes(partial);
+  write_text_durably(work / "metrics.jsonl", report.metrics_lines(phases));
+  write_text_durably(work / "report.json", report_json(summary, report, phases));
+  write_text_durably(work / "recipe.yaml", recipe_text(job.recipe, RecipeText::complete));
 }
 
 }  // namespace shardq

@@ -60,6 +60,10 @@ struct RunSummary {
 };
 std::string report_json(const RunSummary& summary, const Report& report,
                         const std::vector<PhaseSeconds>& phases_by_rank);
+/// report.json, metrics.jsonl and the complete recipe.yaml into the work directory, durably; sets summary.output_bytes
+/// from the shards in `partial`.
+void write_reports(const Job& job, const Report& report, const std::filesystem::path& partial, RunSummary& summary,
+                   const std::vector<PhaseSeconds>& phases_by_rank);
 std::string readable_summary(const RunSummary& summary, const Report& report, const PhaseSeconds& phases);
 
 }  // namespace shardq

@@ -154,6 +154,7 @@ void TapSolver::solve_wave(Tap tap, TapHessian& hessian, const HessianPool& pool
   mine = by_rows ? mine.row_range(own.begin, own.end) : mine.range(own.begin, own.end);
   Quantized solved;
   report_progress("a reduction");
+  std::optional<PhaseTimer> waiting(std::in_place, job_.seconds, "wait");  // for the slowest rank; the solve has phases
   agree(job_.host, [&] {
     if (own.size() == 0) return;
     HessianStack stack;
@@ -167,6 +168,7 @@ void TapSolver::solve_wave(Tap tap, TapHessian& hessian, const HessianPool& pool
     solved = shardq::solve(job_.backend, mine, std::move(stack), pool.view(), pool.tokens, job_.recipe.scheme,
                            options_of(tap), names(tap, matrices), job_.seconds);
   });
+  waiting.reset();
   if (by_rows)
     place(result, std::move(solved), wave.begin * weights.rows + own.begin, wave.begin);
   else

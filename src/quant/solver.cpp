@@ -110,21 +110,17 @@ void quantize_columns(Solve& s) {
     codes = ordered_codes.as<int8_t>();
   }
   const StackView factor = s.factor.stack();
-  const bool host = s.backend.is_host();
-  Stopwatch watch;
-  const auto lap = [&](const char* phase) {
-    s.seconds[phase] += watch.seconds();
-    watch.reset();
-  };
+  const char* update = s.backend.is_host() ? "update" : "loop";
+  PhaseTimer timer(s.seconds, "loop");
   for (int64_t begin = 0; begin < n; begin += block) {
     const int64_t end = std::min(begin + block, n);
     const StackView target = shifted.stack().col_range(0, end - begin);
     s.backend.load_columns(weights, begin, target);
-    if (host) lap("loop");
-    if (begin > 0)
+    if (begin > 0) {
+      PhaseTimer updating(s.seconds, update);
       s.backend.block_update(residual.stack().col_range(0, begin), factor.row_range(begin, end).col_range(0, begin),
                              target);
-    if (host) lap("update");
+    }
     s.backend.gptq_block({.shifted = target,
                           .weight = weights,
                           .order = s.order_data(),
@@ -139,7 +135,6 @@ void quantize_columns(Solve& s) {
                           .codes = codes,
                           .residual = residual.stack(),
                           .losses = s.losses.as<float>()});
-    if (host) lap("loop");
   }
   if (s.order) {
     StackView result = ordered_codes.stack();
@@ -147,7 +142,6 @@ void quantize_columns(Solve& s) {
     s.backend.permute_columns(ordered_codes.stack(), s.order_data(), true, result);
   }
   s.backend.synchronize();
-  lap("loop");
 }
 
 /// Loss of every row as the loop summed it; of matrices without a factor there is none to tell.

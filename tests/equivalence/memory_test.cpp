@@ -30,6 +30,24 @@ TEST_F(MemoryEquivalence, TransfersOfAnySizeComeBack) {
   }
 }
 
+TEST_F(MemoryEquivalence, UploadsFromPageLockedMemoryMayReuseIt) {
+  for (int64_t bytes : {int64_t{5}, int64_t{1} << 20, (int64_t{96} << 20) + 7}) {
+    const auto sent = pattern(bytes, static_cast<uint32_t>(bytes) + 1);
+    auto* source = static_cast<uint8_t*>(gpu().allocate_host(bytes));
+    const Tensor tensor(gpu(), DType::u8, {bytes}, "test");
+    for (int64_t part : {int64_t{0}, bytes / 3}) {  // from the middle of a page-locked block too
+      std::copy(sent.begin(), sent.end(), source);
+      gpu().zero(tensor.data(), bytes);
+      gpu().upload(tensor.as<uint8_t>() + part, source + part, bytes - part);
+      std::fill_n(source, bytes, uint8_t{0});
+      auto want = sent;
+      std::fill_n(want.begin(), part, uint8_t{0});
+      EXPECT_TRUE(same(raw_of<uint8_t>(gpu(), tensor), want)) << bytes << " bytes from " << part;
+    }
+    gpu().release_host(source);
+  }
+}
+
 TEST_F(MemoryEquivalence, ManySmallUploadsKeepTheirOrder) {
   Tensor tensor(gpu(), DType::i32, {4096}, "test");
   gpu().zero(tensor.data(), tensor.bytes());

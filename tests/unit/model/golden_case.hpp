@@ -9,6 +9,7 @@
 
 #include "io/checkpoint.hpp"
 #include "model/causal_lm.hpp"
+#include "model/embedding.hpp"
 #include "model/layer_forward.hpp"
 #include "model/model_spec.hpp"
 #include "model/weight_source.hpp"
@@ -89,7 +90,7 @@ struct GoldenCase {
     const RopeTable rope = rope_table(spec, longest);
     ChunkState chunk;
     chunk.starts = starts;
-    chunk.hidden = embed(backend, checkpoint, spec, ids, compute);
+    chunk.hidden = Embedding(backend, checkpoint, spec, compute)(ids);
     ForwardOutput output;
     for (const LayerSpec& layer : spec.layer) {
       const LayerWeights weights = source.load(backend, layer, compute, true);

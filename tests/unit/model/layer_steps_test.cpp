@@ -16,7 +16,7 @@ struct Stepper {
         rope(rope_table(spec, golden.longest)),
         forward(*backend, spec, layer, weights, rope, compute) {
     chunk.starts = golden.starts;
-    chunk.hidden = embed(*backend, golden.checkpoint, spec, golden.ids, compute);
+    chunk.hidden = Embedding(*backend, golden.checkpoint, spec, compute)(golden.ids);
   }
   std::vector<float> values(const TapInput& input) const { return values(input.x); }
   std::vector<float> values(MatrixView x) const {
@@ -76,12 +76,12 @@ TEST_P(LayerSteps, ChunksDoNotDisturbEachOther) {
   s.forward.finish(s.chunk);
   const auto whole = to_host(*s.backend, s.chunk.hidden);
 
+  const Embedding embed(*s.backend, s.golden.checkpoint, s.spec, DType::f32);
   std::vector<ChunkState> chunks(s.golden.starts.size() - 1);
   for (size_t i = 0; i < chunks.size(); ++i) {
     const int64_t begin = s.golden.starts[i], end = s.golden.starts[i + 1];
     chunks[i].starts = {0, end - begin};
-    chunks[i].hidden =
-        embed(*s.backend, s.golden.checkpoint, s.spec, std::span(s.golden.ids).subspan(begin, end - begin), DType::f32);
+    chunks[i].hidden = embed(std::span(s.golden.ids).subspan(begin, end - begin));
   }
   for (Tap tap : kTaps)
     for (ChunkState& chunk : chunks) s.forward.to(tap, chunk);
@@ -167,13 +167,14 @@ TEST(Embed, TakesRowsOfTheTable) {
   Stepper s("llama", 0);
   const auto table = golden_floats(*s.golden.checkpoint.shards().front(), "model.embed_tokens.weight");
   const std::vector<int32_t> ids = {95, 0, 7, 7};
-  const auto rows = to_host(*s.backend, embed(*s.backend, s.golden.checkpoint, s.spec, ids, DType::f32));
+  const Embedding embed(*s.backend, s.golden.checkpoint, s.spec, DType::f32);
+  const auto rows = to_host(*s.backend, embed(ids));
   for (size_t i = 0; i < ids.size(); ++i)
     for (int64_t c = 0; c < 48; ++c) EXPECT_EQ(rows[i * 48 + c], table[ids[i] * 48 + c]);
   const std::vector<int32_t> bad = {1, 96}, negative = {-1};
-  EXPECT_THROW(embed(*s.backend, s.golden.checkpoint, s.spec, bad, DType::f32), Error);
-  EXPECT_THROW(embed(*s.backend, s.golden.checkpoint, s.spec, negative, DType::f32), Error);
-  EXPECT_EQ(embed(*s.backend, s.golden.checkpoint, s.spec, {}, DType::f32).size(), 0);
+  EXPECT_THROW(embed(bad), Error);
+  EXPECT_THROW(embed(negative), Error);
+  EXPECT_EQ(embed({}).size(), 0);
 }
 
 }  // namespace
