@@ -47,3 +47,21 @@ def differing_codes(one, other):
                 differing += numpy.count_nonzero(mixed & 15) + numpy.count_nonzero(mixed >> 4)
         result.append((path.name, codes, int(differing)))
     return result
+
+
+def verdicts_that_differ(one, other):
+    """Of two reports: modules whose verdict differs, or that are in one of them only."""
+    here, there = ({module["module"]: module["verdict"] for module in report["modules"]} for report in (one, other))
+    return sum(here.get(name) != there.get(name) for name in here.keys() | there.keys())
+
+
+def loss_difference(one, other):
+    """Of two reports: by how much of it the loss of a layer differs, in the layer where that is most. Losses of a tap are of one Hessian's units."""
+    sums = []
+    for report in (one, other):
+        layers = {}
+        for module in report["modules"]:
+            key = module["layer"], module["tap"]
+            layers[key] = layers.get(key, 0.0) + module["loss"]
+        sums.append(layers)
+    return max((abs(sums[1].get(key, 0.0) - loss) / max(abs(loss), 1e-30) for key, loss in sums[0].items()), default=0.0)

@@ -53,8 +53,8 @@ stage_build() {
 stage_tests() {
   local code=0
   timeout $(($(inner) / 2)) "$BUILD/tests/equivalence" --gtest_brief=1 || code=1
-  # Kernels that are not the default yet.
-  SHARDQ_FACTOR=blocked SHARDQ_UPDATE=tensor timeout 60 "$BUILD/tests/equivalence" --gtest_brief=1 \
+  # The libraries that our own kernels replace.
+  SHARDQ_FACTOR=library SHARDQ_UPDATE=library timeout 60 "$BUILD/tests/equivalence" --gtest_brief=1 \
     --gtest_filter='Factorize*:LinearEquivalence.*Block*:Gptq*' || code=1
   ctest --test-dir "$BUILD" -R ranks_nccl --output-on-failure --timeout 120 || code=1
   return "$code"
@@ -108,7 +108,7 @@ stage_sanitizer() {
       Routing.SortByExpertIsStable RoundingEquivalence.PermuteColumnsThereAndBack LinearEquivalence.GramSumsAreTheSameBitsEveryTime; do
       [ $((SECONDS - begin + 20)) -lt "$(inner)" ] || { echo "not run: $tool $test (out of time)"; continue; }
       echo "== $tool $test"
-      SHARDQ_FACTOR=blocked SHARDQ_UPDATE=tensor timeout $(($(inner) - SECONDS + begin)) compute-sanitizer --tool "$tool" --error-exitcode 9 "$BUILD/tests/equivalence" --gtest_brief=1 --gtest_filter="$test"
+      timeout $(($(inner) - SECONDS + begin)) compute-sanitizer --tool "$tool" --error-exitcode 9 "$BUILD/tests/equivalence" --gtest_brief=1 --gtest_filter="$test"
       case $? in 0) ;; 124) echo "not finished: $tool $test" ;; *) code=1 ;; esac
     done
   done

@@ -27,7 +27,8 @@ from launch import STORAGE, OutOfTime, end_ranks_at_sigterm, environment, gpu_na
 from model_shapes import SHAPES
 
 HERE = pathlib.Path(__file__).resolve().parent
-COMMUNICATION = ("reduce", "exchange", "gather", "spread", "agree", "wait", "all_to_all")
+COMMUNICATION = ("reduce", "exchange", "gather")
+WAITING = ("wait",)  # for the slowest rank
 USAGE = 2  # the program's exit code for a recipe that it does not understand
 
 
@@ -64,8 +65,8 @@ def clear(work, *names):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def communication_seconds(phases):
-    return sum(seconds for phase, seconds in phases.items() if phase in COMMUNICATION)
+def seconds_of(names, phases):
+    return sum(seconds for phase, seconds in phases.items() if phase in names)
 
 
 def run(job, ranks, plan, options):
@@ -94,7 +95,7 @@ def run(job, ranks, plan, options):
     result = {
         "job": job, "ranks": ranks, "plan": plan or "-", "scheme": options.scheme, "settings": settings, "layers": count, "tokens": report["tokens"],
         "wall_seconds": wall, "compute_seconds": compute, "compute_seconds_a_layer": compute / count,
-        "communication_share": communication_seconds(phases) / max(compute, 1e-9), "phases": phases,
+        "communication_share": seconds_of(COMMUNICATION, phases) / max(compute, 1e-9), "waiting_share": seconds_of(WAITING, phases) / max(compute, 1e-9), "phases": phases,
         "phases_by_rank": report["phases_by_rank"], "peak_memory_bytes": report["peak_memory_bytes"],
         "planned_peak_bytes": predicted.get("memory_per_rank", {}).get("peak_bytes"), "verdicts": report["verdicts"],
         "input_bytes": report["input_bytes"], "output_bytes": report["output_bytes"], "flops": flops,
@@ -102,14 +103,10 @@ def run(job, ranks, plan, options):
         "hessian_tflops": flops["hessian_flops"] / max(phases.get("hessian", 0), 1e-9) / 1e12 / ranks,
     }  # fmt: skip
     print(f"{job} on {ranks} {plan or ''}: wall {wall:.1f} s, compute {compute:.2f} s ({compute / count:.3f} s a layer, {count} layers), "
-          f"communication {100 * result['communication_share']:.1f} %, "
+          f"communication {100 * result['communication_share']:.1f} %, waiting {100 * result['waiting_share']:.1f} %, "
           f"forward {result['forward_tflops']:.0f}, Hessian {result['hessian_tflops']:.0f} TFLOP/s a rank, peak {report['peak_memory_bytes'] / 1e9:.1f} GB "
           f"(plan {(result['planned_peak_bytes'] or 0) / 1e9:.1f})", {k: round(v, 2) for k, v in phases.items()}, report["verdicts"], flush=True)  # fmt: skip
     return result
-
-
-def module_verdicts(state):
-    return {module["module"]: module["verdict"] for module in json.loads((state / "report.json").read_text())["modules"]}
 
 
 def keep_base(work, layers):
@@ -125,22 +122,25 @@ def keep_base(work, layers):
 
 def compare(work, base, result):
     """Speed-up over the base, and what came out differently."""
-    from compare_codes import differing_codes
+    from compare_codes import differing_codes, loss_difference, verdicts_that_differ
 
-    here, there = module_verdicts(work / "out.work"), module_verdicts(work / "base.work")
     shards = differing_codes(work / "base", work / "out")
+    reports = [json.loads((work / f"{name}.work/report.json").read_text()) for name in ("base", "out")]
     codes, differing = (sum(shard[i] for shard in shards) for i in (1, 2))
-    busy = lambda run: run["compute_seconds"] - communication_seconds(run["phases"])  # noqa: E731
+    busy = lambda run: run["compute_seconds"] - seconds_of(COMMUNICATION + WAITING, run["phases"])  # noqa: E731
     result["against"] = {
         "ranks": base["ranks"], "plan": base["plan"], "speedup_compute": busy(base) / busy(result),
         "speedup_with_communication": base["compute_seconds"] / result["compute_seconds"], "speedup_wall": base["wall_seconds"] / result["wall_seconds"],
-        "verdicts_that_differ": sum(here.get(name) != there.get(name) for name in here.keys() | there.keys()),
+        "verdicts_that_differ": verdicts_that_differ(*reports),
         "codes": codes, "codes_that_differ": differing, "share": differing / max(codes, 1), "shares_by_shard": {name: d / c for name, c, d in shards},
+        "loss_differs_by": loss_difference(*reports),
     }  # fmt: skip
     a = result["against"]
     print(
         f"   against {a['ranks']}: compute {a['speedup_compute']:.2f}x, with communication {a['speedup_with_communication']:.2f}x, "
-        f"wall {a['speedup_wall']:.2f}x; {a['verdicts_that_differ']} verdicts differ, {100 * a['share']:.3f} % of {codes:,} codes",
+        f"wall {a['speedup_wall']:.2f}x; {a['verdicts_that_differ']} verdicts differ, {100 * a['share']:.3f} % of {codes:,} codes ("
+        + ", ".join(f"{100 * share:.3f}" for share in a["shares_by_shard"].values())
+        + f" by shard), loss by {100 * a['loss_differs_by']:.4f} % at most",
         flush=True,
     )
 
@@ -173,14 +173,14 @@ def run_job(job, options, results, save):
 
 def table(results):
     """Markdown."""
-    head = ("job", "GPUs", "plan", "wall, s", "compute, s", "communication", "speed-up: compute", "with communication", "wall", "codes that differ")
+    head = ("job", "GPUs", "plan", "wall, s", "compute, s", "communication", "waiting", "speed-up: compute", "with communication", "wall", "codes that differ")
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for run in results:
-        share, a = run.get("communication_share", 0.0), run.get("against")
+        share, waiting, a = run.get("communication_share", 0.0), run.get("waiting_share", 0.0), run.get("against")
         speedups = [f"{a[f'speedup_{kind}']:.2f}" for kind in ("compute", "with_communication", "wall")] if a else ["-"] * 3
         codes = f"{100 * a['share']:.3f} %, {a['verdicts_that_differ']} verdicts" if a else "-"
-        compute = run["compute_seconds"] * (1 - share)
-        cells = [run["job"], run["ranks"], run.get("plan", "-"), f"{run['wall_seconds']:.1f}", f"{compute:.2f}", f"{100 * share:.1f} %", *speedups, codes]
+        compute = run["compute_seconds"] * (1 - share - waiting)
+        cells = [run["job"], run["ranks"], run.get("plan", "-"), f"{run['wall_seconds']:.1f}", f"{compute:.2f}", f"{100 * share:.1f} %", f"{100 * waiting:.1f} %", *speedups, codes]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 
 import math
 
-FAMILY_COLOURS = {"forward": "#4c78a8", "hessian": "#f58518", "solve": "#54a24b", "communication": "#e45756", "files": "#bab0ac", "other": "#79706e"}
+FAMILY_COLOURS = {"forward": "#4c78a8", "hessian": "#f58518", "solve": "#54a24b", "communication": "#e45756", "waiting": "#b279a2", "files": "#bab0ac", "other": "#79706e"}
 PLAN_MARKS = {"-": "o", "reduce_scatter": "o", "all_reduce": "s", "all_to_all": "^"}
 PLAN_SHORT = {"-": "", "reduce_scatter": "rs", "all_reduce": "ar", "all_to_all": "a2a"}
 
@@ -104,7 +104,7 @@ def draw_speed(axis, rows, table, tokens_list):
 
 
 def draw_share(axis, rows):
-    """Share of the time without files that a rank spends in communication, waiting for others included."""
+    """Share of the time without files that a rank spends in communication; within it, waiting for a rank that comes late."""
     for ranks in sorted({row["ranks"] for row in rows if row["ranks"] > 1}):
         for plan in plans_of(rows, ranks):
             points = sorted((r["tokens"], 100 * r["communication"] / max(r["busy"], 1e-9)) for r in rows if r["ranks"] == ranks and r["plan"] == plan)

@@ -3,7 +3,7 @@
 
     scaling_model.py --output bench/results/scaling_predicted                          # tables and figures
     scaling_model.py --models qwen3-30b-a3b,deepseek-v3 --gpus 1,8,64 --tokens 1048576 --set nic_gbit_s=200
-    scaling_model.py --validate bench/results/h200_production.json                     # prediction beside measurement
+    scaling_model.py --validate bench/results/h200x2_production.json                   # prediction beside measurement
 
 Rates of operations come from result files (scaling_rates.py). What nobody has measured here is a named assumption (`Assumptions`), printed with every table
 and settable by --set. bench/README.md, "Scaling", has the formulas. Tables need the standard library only, figures matplotlib.

@@ -36,7 +36,8 @@ FAMILIES = {
     "hessian": ["hessian"],
     "solve": ["factor", "scales", "loop", "update", "solve", "other"],
     "forward": ["forward", "embed", "replay"],
-    "communication": ["reduce", "exchange", "gather", "spread", "agree", "wait", "all_to_all"],
+    "communication": ["reduce", "exchange", "gather"],
+    "waiting": ["wait"],  # for the slowest rank
     "files": ["read", "write", "checkpoint"],
 }
 FAMILY_ORDER = [*FAMILIES, "other"]
@@ -249,7 +250,7 @@ def summary(rows):
 def read_rows(path):
     kinds = {**dict.fromkeys(TEXT, str), **dict.fromkeys(("ranks", "samples", "length", "tokens", "peak_memory_bytes"), int)}
     with open(path, newline="") as file:
-        return [{name: kinds.get(name, float)(row[name]) for name in COLUMNS} for row in csv.DictReader(file)]
+        return [{name: kinds.get(name, float)(row.get(name) or 0) for name in COLUMNS} for row in csv.DictReader(file)]
 
 
 def replace_text(path, text):
