@@ -19,6 +19,8 @@ struct HostTap {
   const int8_t* zeros_at(int64_t row) const { return zeros.as<int8_t>() + (row - first_row) * groups; }
 };
 
+/// A whole tap of zeros.
+HostTap empty_tap(Backend& backend, const ModelSpec::TapShape& shape, const QuantScheme& scheme);
 /// The whole tap, or only the rows from the first to the last that this rank solved.
 std::shared_ptr<const HostTap> download_tap(Backend& backend, const TapResult& result, bool whole);
 

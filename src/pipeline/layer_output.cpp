@@ -7,6 +7,7 @@
 
 #include "core/error.hpp"
 #include "core/parallel.hpp"
+#include "io/files.hpp"
 #include "io/packing.hpp"
 
 namespace shardq {
@@ -32,13 +33,26 @@ std::vector<std::byte> stored_scales(const float* scales, int64_t count, DType d
   return bytes;
 }
 
+/// Experts are many and small: one thread each. A few large linears are treated by all threads one after another.
+bool many(int64_t linears) {
+  return linears >= 32;
+}
+
+int64_t first_row_of(const ModelSpec& spec, const LayerSpec& layer, const LinearSpec& linear) {
+  return std::max<int64_t>(linear.expert, 0) * spec.tap_shape(layer, linear.tap).rows + linear.row_offset;
+}
+
 }  // namespace
 
 LayerOutput::LayerOutput(Job& job, OutputWriter& writer) : job_(job), writer_(writer) {}
 
 LayerOutput::~LayerOutput() {
-  for (std::future<void>* writing : {&pending_, &rest_})
-    if (writing->valid()) writing->wait();
+  if (pending_.valid()) pending_.wait();
+  if (rest_.valid()) rest_.wait();
+}
+
+std::filesystem::path LayerOutput::shard_path(const LayerSpec& layer) const {
+  return writer_.partial() / OutputWriter::shard_name(layer.index + 1, shard_count());
 }
 
 void LayerOutput::add(const LayerSpec& layer, Tap tap, std::shared_ptr<const HostTap> host) {
@@ -48,8 +62,7 @@ void LayerOutput::add(const LayerSpec& layer, Tap tap, std::shared_ptr<const Hos
 void LayerOutput::append_linear(std::vector<OutputTensor>& out, const LayerSpec& layer, const LinearSpec& linear,
                                 const HostTap& tap) const {
   const Grid& grid = job_.recipe.scheme.grid;
-  const int64_t first =
-      std::max<int64_t>(linear.expert, 0) * job_.spec.tap_shape(layer, linear.tap).rows + linear.row_offset;
+  const int64_t first = first_row_of(job_.spec, layer, linear);
   const auto codes = std::span(tap.codes_at(first), linear.rows * tap.cols);
   out.push_back(owned_tensor(linear.module + ".weight_packed", DType::i32,
                              {linear.rows, packed_words(tap.cols, grid.bits)},
@@ -86,11 +99,9 @@ std::set<std::string> LayerOutput::consumed(const LayerSpec& layer) const {
 }
 
 std::vector<OutputTensor> LayerOutput::layer_tensors(const LayerSpec& layer, const HostTaps& taps) const {
-  // Experts are many and small: one thread each. A few large linears are packed by all threads one after another.
-  constexpr int64_t kMany = 32;
   const auto count = static_cast<int64_t>(layer.linears.size());
   std::vector<std::vector<OutputTensor>> parts(layer.linears.size());
-  parallel_for(count, count >= kMany, [&](int64_t i) {
+  parallel_for(count, many(count), [&](int64_t i) {
     if (job_.selection.quantized[layer.index][i])
       append_linear(parts[i], layer, layer.linears[i], *taps[static_cast<size_t>(layer.linears[i].tap)]);
   });
@@ -102,17 +113,105 @@ std::vector<OutputTensor> LayerOutput::layer_tensors(const LayerSpec& layer, con
   return out;
 }
 
+template <class Body>
+void LayerOutput::for_quantized(const LayerSpec& layer, Tap tap, const Body& body) const {
+  std::vector<size_t> linears;
+  for (size_t i = 0; i < layer.linears.size(); ++i)
+    if (layer.linears[i].tap == tap && job_.selection.quantized[layer.index][i]) linears.push_back(i);
+  const auto count = static_cast<int64_t>(linears.size());
+  parallel_for(count, many(count), [&](int64_t i) { body(linears[i]); });
+}
+
+uint64_t LayerOutput::digest_of(const LayerSpec& layer, Tap tap, const HostTap& host) const {
+  std::vector<uint64_t> sums(3 * layer.linears.size(), 0);
+  for_quantized(layer, tap, [&](size_t i) {
+    const LinearSpec& linear = layer.linears[i];
+    const int64_t first = first_row_of(job_.spec, layer, linear);
+    sums[3 * i] = checksum(host.codes_at(first), linear.rows * host.cols);
+    sums[3 * i + 1] = checksum(host.scales_at(first), linear.rows * host.groups * 4);
+    if (!host.symmetric) sums[3 * i + 2] = checksum(host.zeros_at(first), linear.rows * host.groups);
+  });
+  const uint64_t digest = checksum(sums.data(), static_cast<int64_t>(sums.size() * sizeof(uint64_t)));
+  return digest == 0 ? 1 : digest;  // 0 says that there is none
+}
+
+void LayerOutput::read_linear(const SafetensorsFile& shard, const LayerSpec& layer, const LinearSpec& linear,
+                              HostTap& tap) const {
+  const Grid& grid = job_.recipe.scheme.grid;
+  const int64_t first = first_row_of(job_.spec, layer, linear);
+  /// The tensor's elements; what does not fit is a foreign or damaged file.
+  const auto load = [&](const char* kind, DType dtype, int64_t count, auto* target) {
+    const std::string name = linear.module + kind;
+    const TensorEntry* entry = shard.find(name);
+    SHARDQ_CHECK(entry && entry->dtype == dtype && entry->bytes() == count * size_of(dtype), ExitCode::disk,
+                 "{}: expected {} elements of {} as {}, found {}", shard.path().string(), count, name,
+                 torch_name(dtype),
+                 entry ? fmt::format("{} bytes of {}", entry->bytes(), torch_name(entry->dtype)) : "none");
+    shard.read(*entry, 0, std::as_writable_bytes(std::span(target, count * size_of(dtype) / sizeof *target)));
+  };
+  std::vector<int32_t> packed(linear.rows * packed_words(tap.cols, grid.bits));
+  load(".weight_packed", DType::i32, static_cast<int64_t>(packed.size()), packed.data());
+  std::ranges::copy(unpack_rows(packed, linear.rows, tap.cols, grid.bits), tap.codes.as<int8_t>() + first * tap.cols);
+  const int64_t scales = linear.rows * tap.groups;
+  std::vector<std::byte> stored(scales * size_of(grid.scale_dtype));
+  load(".weight_scale", grid.scale_dtype, scales, stored.data());
+  convert_elements(stored.data(), grid.scale_dtype, tap.scales.as<float>() + first * tap.groups, DType::f32, scales);
+  if (tap.symmetric) return;
+  packed.resize(packed_words(linear.rows, grid.bits) * tap.groups);
+  load(".weight_zero_point", DType::i32, static_cast<int64_t>(packed.size()), packed.data());
+  std::ranges::copy(unpack_columns(packed, linear.rows, tap.groups, grid.bits),
+                    tap.zeros.as<int8_t>() + first * tap.groups);
+}
+
+HostTap LayerOutput::read(const LayerSpec& layer, Tap tap, uint64_t digest) const {
+  HostTap host = empty_tap(job_.backend, job_.spec.tap_shape(layer, tap), job_.recipe.scheme);
+  try {
+    const SafetensorsFile shard(shard_path(layer));
+    for_quantized(layer, tap, [&](size_t i) { read_linear(shard, layer, layer.linears[i], host); });
+  } catch (const Error& error) {
+    fail(ExitCode::disk, "{}; start anew with --resume never", error.what());
+  }
+  SHARDQ_CHECK(digest_of(layer, tap, host) == digest, ExitCode::disk,
+               "{} is damaged: its codes of {} are not those that were written; start anew with --resume never",
+               shard_path(layer).string(), to_string(tap));
+  return host;
+}
+
 void LayerOutput::write(const LayerSpec& layer) {
   if (!owns(layer)) return;
   wait();
   const HostTaps taps = std::exchange(taps_, {});
+  pending_layer_ = layer.index;
   pending_ = std::async(std::launch::async, [this, &layer, taps] {
     writer_.write_shard(layer.index + 1, shard_count(), layer_tensors(layer, taps));
+    Digests digests{};
+    for (Tap tap : kTaps)
+      if (const auto& host = taps[static_cast<size_t>(tap)])
+        digests[static_cast<size_t>(tap)] = digest_of(layer, tap, *host);
+    return digests;
   });
 }
 
+void LayerOutput::poll() {
+  if (pending_.valid() && pending_.wait_for(std::chrono::seconds(0)) == std::future_status::ready) collect();
+}
+
+void LayerOutput::collect() {
+  try {
+    digests_[pending_layer_] = pending_.get();
+  } catch (...) {
+    failure_ = std::current_exception();
+  }
+}
+
+uint64_t LayerOutput::digest(int64_t layer, Tap tap) const {
+  const auto found = digests_.find(layer);
+  return found == digests_.end() ? 0 : found->second[static_cast<size_t>(tap)];
+}
+
 void LayerOutput::wait() {
-  if (pending_.valid()) pending_.get();
+  if (pending_.valid()) collect();
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   if (rest_.valid() && rest_.wait_for(std::chrono::seconds(0)) == std::future_status::ready) rest_.get();
 }
 

@@ -1,6 +1,8 @@
 #pragma once
 #include <array>
+#include <exception>
 #include <future>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -20,6 +22,7 @@ class LayerOutput {
   bool owns(const LayerSpec& layer) const { return layer.index % job_.host.size() == job_.host.rank(); }
   int64_t shard_count() const { return job_.spec.layers + 1; }
   bool has_shard(const LayerSpec& layer) const { return writer_.has_shard(layer.index + 1, shard_count()); }
+  std::filesystem::path shard_path(const LayerSpec& layer) const;
   /// Takes a finished tap, whole (owner only).
   void add(const LayerSpec& layer, Tap tap, std::shared_ptr<const HostTap> host);
   /// Packs and writes the layer's shard in the background (owner only). Waits for the former layer's write first.
@@ -29,6 +32,14 @@ class LayerOutput {
   void start_rest();
   /// Waits for the layer's write in flight; throws its Error, or that of the rest where it has ended.
   void wait();
+  /// Takes note of a write that has ended meanwhile. An Error of it is kept for wait().
+  void poll();
+  /// Digest of a tap's codes, scales and zero points, once they are durable in a shard that this rank wrote since it
+  /// started; 0 otherwise, and on all other ranks.
+  uint64_t digest(int64_t layer, Tap tap) const;
+  /// A whole tap out of its layer's shard; rows of ignored linears are 0. Errors: Error(disk) naming the shard where it
+  /// is missing, damaged, or holds something else than `digest` says.
+  HostTap read(const LayerSpec& layer, Tap tap, uint64_t digest) const;
   /// Waits for everything that is being written.
   void finish();
   /// Config, index and copied files, then the final name. Rank 0, after all ranks have waited.
@@ -36,17 +47,28 @@ class LayerOutput {
 
  private:
   using HostTaps = std::array<std::shared_ptr<const HostTap>, 4>;
+  using Digests = std::array<uint64_t, 4>;
   std::vector<OutputTensor> layer_tensors(const LayerSpec& layer, const HostTaps& taps) const;
   /// Tensors that quantized linears of this layer (or of all layers) replace.
   std::set<std::string> consumed(const LayerSpec& layer) const;
   void append_plain(std::vector<OutputTensor>& out, const std::string& name) const;
   void append_linear(std::vector<OutputTensor>& out, const LayerSpec& layer, const LinearSpec& linear,
                      const HostTap& tap) const;
+  void read_linear(const SafetensorsFile& shard, const LayerSpec& layer, const LinearSpec& linear, HostTap& tap) const;
+  /// Calls body(linear) for the tap's quantized linears, on all threads where they are many.
+  template <class Body>
+  void for_quantized(const LayerSpec& layer, Tap tap, const Body& body) const;
+  uint64_t digest_of(const LayerSpec& layer, Tap tap, const HostTap& host) const;
+  void collect();
 
   Job& job_;
   OutputWriter& writer_;
   HostTaps taps_;
-  std::future<void> pending_, rest_;
+  std::future<Digests> pending_;
+  int64_t pending_layer_ = -1;
+  std::exception_ptr failure_;
+  std::map<int64_t, Digests> digests_;  ///< by layer
+  std::future<void> rest_;
 };
 
 }  // namespace shardq

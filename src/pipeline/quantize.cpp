@@ -28,7 +28,7 @@ class Run {
   Run(Job& job, StageStore& store, OutputWriter& writer, LayerOutput& output, bool resuming)
       : job_(job),
         store_(store),
-        stages_(job, store),
+        stages_(job, store, output),
         writer_(writer),
         output_(output),
         source_(job.checkpoint, job.spec),
@@ -38,6 +38,8 @@ class Run {
         resuming_(resuming) {}
 
   void layers();
+  /// Waits until everything is durable: shards, then what stages say of them.
+  void finish();
   const Report& report() const { return report_; }
   bool offloaded() const { return chunks_.offloaded(); }
 
@@ -46,6 +48,7 @@ class Run {
   void start_chunks();
   int64_t start_layer();
   void layer(const LayerSpec& layer);
+  bool all_stored(const LayerSpec& layer) const;
   TapResult solve_or_load(TapSolver& solver, LayerForward* forward, const LayerSpec& layer, Tap tap,
                           const StackView& weights, std::vector<TapHessian>& ahead);
   void start_next_reduction(TapSolver& solver, const LayerSpec& layer, Tap tap, std::vector<TapHessian>& ahead);
@@ -168,7 +171,7 @@ TapResult Run::solve_or_load(TapSolver& solver, LayerForward* forward, const Lay
     }
     if (forward) solver.advance(tap, *forward, chunks_);
     ++skipped_taps_;
-    output_.add(layer, tap, download_tap(job_.backend, result, true));
+    if (output_.owns(layer)) output_.add(layer, tap, download_tap(job_.backend, result, true));
     return result;
   }
   TapResult result;
@@ -245,9 +248,8 @@ void Run::layer(const LayerSpec& layer) {
 
   std::vector<TapHessian> ahead;  // sequential: layer
   const bool by_layer = !rtn() && job_.recipe.sequential == Sequential::layer;
-  const bool all_stored =
-      std::ranges::all_of(kTaps, [&](Tap tap) { return !job_.selection.any(layer, tap) || stages_.has(layer, tap); });
-  if (by_layer && !all_stored) ahead = solver.accumulate_all(*forward, chunks_);
+  const bool nothing_new = all_stored(layer);
+  if (by_layer && !nothing_new) ahead = solver.accumulate_all(*forward, chunks_);
 
   for (Tap tap : kTaps) {
     Tensor& stack = weights.taps[static_cast<size_t>(tap)];
@@ -272,10 +274,29 @@ void Run::layer(const LayerSpec& layer) {
   }
   if (forward && layer.index + 1 < job_.spec.layers) solver.finish(*forward, chunks_);
   PhaseTimer timer(job_.seconds, "write");
+  // A shard of an earlier run whose codes were lost with it is written again: it may differ in a few where results hang
+  // on the number of ranks.
   agree(job_.host, [&] {
-    if (!output_.has_shard(layer)) output_.write(layer);
+    if (!nothing_new || !output_.has_shard(layer)) output_.write(layer);
   });
   fault_point("layer_done");
+}
+
+bool Run::all_stored(const LayerSpec& layer) const {
+  return std::ranges::all_of(kTaps,
+                             [&](Tap tap) { return !job_.selection.any(layer, tap) || stages_.has(layer, tap); });
+}
+
+void Run::finish() {
+  {
+    PhaseTimer timer(job_.seconds, "write");
+    agree(job_.host, [&] { output_.finish(); });
+  }
+  PhaseTimer timer(job_.seconds, "checkpoint");
+  agree(job_.host, [&] {
+    stages_.flush();
+    store_.complete();
+  });
 }
 
 void Run::layers() {
@@ -307,15 +328,15 @@ void Run::layers() {
     report_.from_json(store_.text(hidden_stage_name(start)));
     done_taps_ = skipped_taps_ = start * 4;
   }
-  for (int64_t l = 0; l < start; ++l)
-    SHARDQ_CHECK(output_.has_shard(job_.spec.layer[l]), ExitCode::disk,
+  for (int64_t l = 0; l < job_.spec.layers; ++l)
+    SHARDQ_CHECK((l >= start && !stages_.needs_shard(job_.spec.layer[l])) || output_.has_shard(job_.spec.layer[l]),
+                 ExitCode::disk,
                  "{} lacks {}, which the work directory counts as written; start anew with --resume never",
                  writer_.partial().string(), OutputWriter::shard_name(l + 1, output_.shard_count()));
   if (resuming_ && job_.host.rank() == 0)
     spdlog::info("resuming: {} stages found, hidden states of layer {}", store_.stages().size(), start);
   for (int64_t l = start; l < job_.spec.layers; ++l) layer(job_.spec.layer[l]);
   progress_.finish();
-  agree(job_.host, [&] { stages_.flush(); });
 }
 
 /// True where `output` is what this very run published before it could say so in its work directory.
@@ -436,15 +457,8 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
   agree(host, [&] { output.start_rest(); });
   Run run(job, *store, *writer, output, resuming);
   run.layers();
+  run.finish();
 
-  {
-    PhaseTimer timer(job.seconds, "write");
-    agree(host, [&] { output.finish(); });
-  }
-  {
-    PhaseTimer timer(job.seconds, "checkpoint");
-    agree(host, [&] { store->complete(); });
-  }
   RunSummary summary;
   summary.output = recipe.output;
   summary.work = work.string();

@@ -175,6 +175,7 @@ const std::vector<Key>& keys() {
       choice<Offload>("memory.offload", SHARDQ_MEMBER(offload),
                       {{"auto", Offload::auto_}, {"never", Offload::never}, {"always", Offload::always}}),
       number("checkpoint.interval_seconds", SHARDQ_MEMBER(checkpoint_interval), 0, 1e9),
+      number("checkpoint.tap_seconds", SHARDQ_MEMBER(tap_seconds), 0, 1e9),
       number("checkpoint.keep_last", SHARDQ_MEMBER(keep_last), 1, 100),
       number("watchdog_seconds", SHARDQ_MEMBER(watchdog_seconds), 0, 1e9),
   };
@@ -316,6 +317,7 @@ std::string recipe_text(const Recipe& recipe, RecipeText kind) {
                                                     "memory.hessian_budget",
                                                     "memory.offload",
                                                     "checkpoint.interval_seconds",
+                                                    "checkpoint.tap_seconds",
                                                     "checkpoint.keep_last",
                                                     "watchdog_seconds"};
   static const std::set<std::string> no_influence = {"model",
@@ -331,6 +333,7 @@ std::string recipe_text(const Recipe& recipe, RecipeText kind) {
                                                      "solver.max_rtn_fraction",
                                                      "calibration.check_finite",
                                                      "checkpoint.interval_seconds",
+                                                     "checkpoint.tap_seconds",
                                                      "checkpoint.keep_last",
                                                      "watchdog_seconds"};
   YAML::Emitter out;

@@ -49,7 +49,8 @@ struct Recipe {
   ReadMode read = ReadMode::auto_;   ///< auto: share on several GPUs, all on the CPU (the page cache shares already)
   int64_t hessian_budget = 0;        ///< bytes of expert Hessians held at once; 0: a quarter of the device's memory
   Offload offload = Offload::auto_;  ///< auto: when the plan says that they do not fit (fit_to_memory)
-  double checkpoint_interval = 300;  ///< seconds between stored hidden states; codes are stored after every tap
+  double checkpoint_interval = 300;  ///< seconds between stored hidden states
+  double tap_seconds = 10;           ///< a tap whose layer's shard is not durable after that goes to a stage
   int64_t keep_last = 1;             ///< stored hidden states kept
   double watchdog_seconds = 600;
 };

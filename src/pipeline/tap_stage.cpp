@@ -1,6 +1,8 @@
 #include "pipeline/tap_stage.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "core/error.hpp"
@@ -59,13 +61,13 @@ std::string TapStages::name(const LayerSpec& layer, Tap tap) {
   return fmt::format("layer{:04}.{}", layer.index, to_string(tap));
 }
 
-TapStages::TapStages(Job& job, StageStore& store) : job_(job), store_(store) {
+TapStages::TapStages(Job& job, StageStore& store, LayerOutput& output) : job_(job), store_(store), output_(output) {
   for (const StageInfo& stage : store.stages()) {
     if (stage.name.ends_with(".hidden")) continue;
     try {
       const auto outcomes = nlohmann::json::parse(stage.text);
-      for (const auto& [tap, text] : outcomes.items()) {
-        stage_of_[tap] = stage.name;
+      for (const auto& [tap, known] : outcomes.items()) {
+        stored_[tap] = {stage.name, known.at("digest").get<uint64_t>()};
         last_layer_[stage.name] = std::max(last_layer_[stage.name], layer_of(tap));
       }
     } catch (const nlohmann::json::exception& error) {
@@ -74,38 +76,53 @@ TapStages::TapStages(Job& job, StageStore& store) : job_(job), store_(store) {
   }
 }
 
+bool TapStages::needs_shard(const LayerSpec& layer) const {
+  return std::ranges::any_of(kTaps, [&](Tap tap) {
+    const auto found = stored_.find(name(layer, tap));
+    return found != stored_.end() && found->second.digest != 0;
+  });
+}
+
 TapResult TapStages::load(const LayerSpec& layer, Tap tap) const {
-  const std::string key = name(layer, tap), stage = stage_of_.at(key);
+  const std::string key = name(layer, tap);
+  const auto& [stage, digest] = stored_.at(key);
   const auto shape = job_.spec.tap_shape(layer, tap);
   const QuantScheme& scheme = job_.recipe.scheme;
   const int64_t rows = shape.count * shape.rows, groups = shape.cols / group_size_for(scheme, shape.cols);
   TapResult result;
   result.codes = Tensor(job_.backend, DType::i8, {shape.count, shape.rows, shape.cols}, "codes");
   result.scales = Tensor(job_.backend, DType::f32, {shape.count, shape.rows, groups}, "scales");
-  const int64_t words = packed_words(shape.cols, scheme.grid.bits);
-  const std::vector<int8_t> codes =
-      unpack_rows(values_of<int32_t>(read_all(store_, stage, key + "/codes", rows * words * 4)), rows, shape.cols,
-                  scheme.grid.bits);
-  job_.backend.upload(result.codes.data(), codes.data(), result.codes.bytes());
-  const std::vector<std::byte> scales = read_all(store_, stage, key + "/scales", result.scales.bytes());
-  job_.backend.upload(result.scales.data(), scales.data(), result.scales.bytes());
-  if (!scheme.grid.symmetric) {
+  if (!scheme.grid.symmetric)
     result.zeros = Tensor(job_.backend, DType::i8, {shape.count, shape.rows, groups}, "zero points");
-    const std::vector<std::byte> zeros = read_all(store_, stage, key + "/zeros", result.zeros.bytes());
-    job_.backend.upload(result.zeros.data(), zeros.data(), result.zeros.bytes());
+  const auto upload = [&](const void* codes, const void* scales, const void* zeros) {
+    job_.backend.upload(result.codes.data(), codes, result.codes.bytes());
+    job_.backend.upload(result.scales.data(), scales, result.scales.bytes());
+    if (zeros) job_.backend.upload(result.zeros.data(), zeros, result.zeros.bytes());
+  };
+  if (digest != 0) {
+    const HostTap host = output_.read(layer, tap, digest);
+    upload(host.codes_at(0), host.scales_at(0), host.symmetric ? nullptr : host.zeros_at(0));
+  } else {
+    const int64_t words = packed_words(shape.cols, scheme.grid.bits);
+    const std::vector<int8_t> codes =
+        unpack_rows(values_of<int32_t>(read_all(store_, stage, key + "/codes", rows * words * 4)), rows, shape.cols,
+                    scheme.grid.bits);
+    const std::vector<std::byte> scales = read_all(store_, stage, key + "/scales", result.scales.bytes());
+    std::vector<std::byte> zeros;
+    if (result.zeros) zeros = read_all(store_, stage, key + "/zeros", result.zeros.bytes());
+    upload(codes.data(), scales.data(), result.zeros ? zeros.data() : nullptr);
   }
   const std::vector<float> pairs = values_of<float>(read_all(store_, stage, key + "/losses", rows * 8));
   for (int64_t row = 0; row < rows; ++row) {
     result.losses.push_back(pairs[2 * row]);
     result.rtn_losses.push_back(pairs[2 * row + 1]);
   }
-  outcomes_from_json(nlohmann::json::parse(store_.text(stage)).at(key).get<std::string>(), result);
+  outcomes_from_json(nlohmann::json::parse(store_.text(stage)).at(key).at("outcomes").get<std::string>(), result);
   return result;
 }
 
 std::vector<StageArray> TapStages::arrays_of(const Waiting& tap, int bits) {
   std::vector<StageArray> arrays;
-  const HostTap& host = *tap.host;
   for (size_t w = 0; w < tap.pieces.size(); ++w) {
     const TapResult::Piece& piece = tap.pieces[w];
     const int64_t first = piece.rows.begin, rows = piece.rows.size();
@@ -113,11 +130,14 @@ std::vector<StageArray> TapStages::arrays_of(const Waiting& tap, int bits) {
       arrays.push_back(make_array(fmt::format("{}/{}/{}", tap.name, kind, w), dtype, cols, piece, data,
                                   rows * cols * size_of(dtype)));
     };
-    const std::vector<int32_t> packed =
-        pack_rows(std::span(host.codes_at(first), rows * host.cols), rows, host.cols, bits);
-    add("codes", DType::i32, packed_words(host.cols, bits), packed.data());
-    add("scales", DType::f32, host.groups, host.scales_at(first));
-    if (!host.symmetric) add("zeros", DType::i8, host.groups, host.zeros_at(first));
+    if (tap.host) {
+      const HostTap& host = *tap.host;
+      const std::vector<int32_t> packed =
+          pack_rows(std::span(host.codes_at(first), rows * host.cols), rows, host.cols, bits);
+      add("codes", DType::i32, packed_words(host.cols, bits), packed.data());
+      add("scales", DType::f32, host.groups, host.scales_at(first));
+      if (!host.symmetric) add("zeros", DType::i8, host.groups, host.zeros_at(first));
+    }
     std::vector<float> pairs;
     for (int64_t row = 0; row < rows; ++row) {
       pairs.push_back(tap.losses[first + row]);
@@ -129,26 +149,66 @@ std::vector<StageArray> TapStages::arrays_of(const Waiting& tap, int bits) {
 }
 
 void TapStages::put(const LayerSpec& layer, Tap tap, const TapResult& result, std::shared_ptr<const HostTap> host) {
-  waiting_.push_back({name(layer, tap), outcomes_to_json(result), layer.index, std::move(host), result.pieces,
-                      result.losses, result.rtn_losses});
+  waiting_.push_back({.name = name(layer, tap),
+                      .outcomes = outcomes_to_json(result),
+                      .layer = layer.index,
+                      .tap = tap,
+                      .host = std::move(host),
+                      .pieces = result.pieces,
+                      .losses = result.losses,
+                      .rtn_losses = result.rtn_losses,
+                      .digest = 0,
+                      .since = {}});
+  const Standing now = look();
+  if (now.over_limit) return write(waiting_.size());
+  if (now.writing || now.overdue == 0) return;
+  // Those in shards cost nothing, but a tap must not be stored before one that was solved before it.
+  auto count = static_cast<size_t>(now.overdue);
+  while (count < waiting_.size() && waiting_[count].digest != 0) ++count;
+  write(count);
+}
+
+TapStages::Standing TapStages::look() {
+  output_.poll();
   // Memory bounds how much may wait: a few layers.
-  int64_t bytes = 0;
-  for (const Waiting& w : waiting_) bytes += w.host->row_count * w.host->cols;
   constexpr int64_t kMostWaiting = int64_t{4} << 30;
-  if (!any_rank(job_.host, store_.writing()) || any_rank(job_.host, bytes > kMostWaiting)) flush();
+  int64_t bytes = 0, overdue = 0;
+  // Ranks must come to the same conclusions: rank 0's clock counts, and the digests of a shard's owner.
+  std::vector<int64_t> known(3);
+  for (const Waiting& w : waiting_) {
+    if (w.host) bytes += w.host->row_count * w.host->cols;
+    if (w.since.seconds() >= job_.recipe.tap_seconds) ++overdue;
+    known.push_back(static_cast<int64_t>(output_.digest(w.layer, w.tap)));
+  }
+  known[0] = store_.writing();
+  known[1] = bytes > kMostWaiting;
+  known[2] = job_.host.rank() == 0 ? overdue : 0;
+  job_.host.all_reduce_sum(known.data(), static_cast<int64_t>(known.size()));
+  for (size_t i = 0; i < waiting_.size(); ++i) {
+    waiting_[i].digest = static_cast<uint64_t>(known[3 + i]);
+    if (waiting_[i].digest != 0) waiting_[i].host.reset();
+  }
+  return {.writing = known[0] > 0, .over_limit = known[1] > 0, .overdue = known[2]};
 }
 
 void TapStages::flush() {
-  if (waiting_.empty()) return;
+  look();
+  write(waiting_.size());
+}
+
+void TapStages::write(size_t count) {
+  if (count == 0) return;
   const std::string stage = waiting_.front().name;
+  auto taps = std::make_shared<std::vector<Waiting>>();
+  const auto end = waiting_.begin() + static_cast<std::ptrdiff_t>(count);
+  std::move(waiting_.begin(), end, std::back_inserter(*taps));
+  waiting_.erase(waiting_.begin(), end);
   nlohmann::ordered_json text = nlohmann::ordered_json::object();
-  for (const Waiting& w : waiting_) {
-    text[w.name] = w.outcomes;
-    stage_of_[w.name] = stage;
+  for (const Waiting& w : *taps) {
+    text[w.name] = {{"outcomes", w.outcomes}, {"digest", w.digest}};
+    stored_[w.name] = {stage, w.digest};
     last_layer_[stage] = w.layer;
   }
-  auto taps = std::make_shared<std::vector<Waiting>>(std::move(waiting_));
-  waiting_.clear();
   store_.put(
       stage,
       [taps, bits = job_.recipe.scheme.grid.bits] {

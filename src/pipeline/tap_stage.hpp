@@ -4,24 +4,28 @@
 #include <string>
 #include <vector>
 
+#include "core/timer.hpp"
 #include "io/stage_store.hpp"
-#include "pipeline/host_tap.hpp"
+#include "pipeline/layer_output.hpp"
 
 namespace shardq {
 
-/// Solved taps in the stage store. A stage holds one tap, or several where taps are solved faster than they can be
-/// written: a tap waits while the stage before it is still being written, and goes out with all that wait.
+/// Solved taps in the stage store. A stage holds one tap or several: a tap waits while the stage before it is still
+/// being written, and up to `checkpoint.tap_seconds` for the output shard of its layer to become durable, and goes out
+/// with all that wait. Codes that are in a durable shard are not written again: the stage holds their digest.
 ///
-/// Arrays of a stage, for a tap "layer0003.qkv": "<tap>/codes/W" (packed as in the output), "<tap>/scales/W",
-/// "<tap>/zeros/W", "<tap>/losses/W", one set for every wave W. Text: {tap: outcomes}. The stage has the name of its
-/// first tap.
+/// Arrays of a stage, for a tap "layer0003.qkv": "<tap>/losses/W", one for every wave W, and unless its codes are in a
+/// shard "<tap>/codes/W" (packed as in the output), "<tap>/scales/W", "<tap>/zeros/W". Text: {tap: {outcomes, digest}},
+/// digest 0 where the codes are here. The stage has the name of its first tap.
 class TapStages {
  public:
-  TapStages(Job& job, StageStore& store);
+  TapStages(Job& job, StageStore& store, LayerOutput& output);
   /// "layer0003.gate_up".
   static std::string name(const LayerSpec& layer, Tap tap);
 
-  bool has(const LayerSpec& layer, Tap tap) const { return stage_of_.contains(name(layer, tap)); }
+  bool has(const LayerSpec& layer, Tap tap) const { return stored_.contains(name(layer, tap)); }
+  /// Whether codes of the layer are read from its output shard.
+  bool needs_shard(const LayerSpec& layer) const;
   /// A stored tap, whoever and however many wrote it, with its outcomes.
   TapResult load(const LayerSpec& layer, Tap tap) const;
   /// Takes a solved tap. Collective; host: at least this rank's rows.
@@ -35,17 +39,33 @@ class TapStages {
   struct Waiting {
     std::string name, outcomes;
     int64_t layer;
-    std::shared_ptr<const HostTap> host;
+    Tap tap;
+    std::shared_ptr<const HostTap> host;  ///< null once the codes are in a durable shard
     std::vector<TapResult::Piece> pieces;
     std::vector<float> losses, rtn_losses;
+    uint64_t digest = 0;  ///< of the codes in the shard
+    Stopwatch since;
   };
+  struct Stored {
+    std::string stage;
+    uint64_t digest = 0;  ///< not 0: the codes are in the layer's shard
+  };
+  /// What all ranks know of the taps that wait.
+  struct Standing {
+    bool writing;     ///< some rank's part of the stage in flight
+    bool over_limit;  ///< of memory
+    int64_t overdue;  ///< so many have waited long enough
+  };
+  Standing look();
+  void write(size_t count);
   static std::vector<StageArray> arrays_of(const Waiting& tap, int bits);
 
   Job& job_;
   StageStore& store_;
-  std::vector<Waiting> waiting_;
-  std::map<std::string, std::string> stage_of_;  ///< tap -> stage
-  std::map<std::string, int64_t> last_layer_;    ///< stage -> last layer it holds
+  LayerOutput& output_;
+  std::vector<Waiting> waiting_;               ///< in the order they were solved
+  std::map<std::string, Stored> stored_;       ///< by tap
+  std::map<std::string, int64_t> last_layer_;  ///< stage -> last layer it holds
 };
 
 /// "layer0003.hidden": hidden states that enter layer 3.

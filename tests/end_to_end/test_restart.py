@@ -19,7 +19,7 @@ class Restart(ProgramTest):
     def command(self, name, *arguments):
         return ["quantize", SOURCE / "configs/mini-moe.yaml", "--model", MINI_MOE, "--tokens", MINI_MOE / "calib_ids.npy",
                 "--output", self.scratch / name, "--work", self.scratch / f"{name}.work", "--device", "cpu", "--set", "calibration.max_samples=16",
-                "--set", "calibration.max_length=128", "--set", "checkpoint.interval_seconds=0", *arguments]  # fmt: skip
+                "--set", "calibration.max_length=128", "--set", "checkpoint.interval_seconds=0", "--set", "checkpoint.tap_seconds=0", *arguments]  # fmt: skip
 
     def job(self, name, *arguments, ranks=2, fault=None, threads=1):
         environment = {key: value for key, value in os.environ.items() if key != "SHARDQ_FAULT"}
@@ -95,6 +95,58 @@ class Restart(ProgramTest):
         self.assertGreaterEqual(len(taps), 1)
         self.assertEqual(taps, order[: len(taps)])
         self.assert_identical(self.finished("whole", *hours), self.finished("again", *hours))
+
+    def digests(self, name):
+        """Tap -> digest of the codes that are in its layer's shard, 0 where the stage holds the codes themselves."""
+        digests = {}
+        for stage in self.stored(name):
+            text = json.loads((self.scratch / f"{name}.work/stages/{stage}.json").read_text())["content"]["text"]
+            digests.update({tap: known["digest"] for tap, known in json.loads(text).items()})
+        return digests
+
+    PATIENT = ("--set", "checkpoint.interval_seconds=1000", "--set", "checkpoint.tap_seconds=0.3")
+
+    def killed_with_codes_in_shards(self, *arguments, **options):
+        """A job that dies in its last layer after those before it have become durable; tap_seconds is short of the pauses between taps."""
+        died = self.job("again", *self.PATIENT, *arguments, fault="sleep@tap_solved#*=0.2;kill@tap_solved#16,rank=0", **options)
+        self.assertNotEqual(died.returncode, 0, "the fault did not fire")
+        digests = self.digests("again")
+        self.assertTrue(any(digests.values()), digests)
+        return digests
+
+    def test_codes_in_durable_shards_are_not_stored_twice(self):
+        for arguments in ((), ("--set", "quantization.symmetric=false"), ("--set", "quantization.num_bits=3")):
+            with self.subTest(arguments):
+                whole = self.finished("whole", *arguments)
+                digests = self.killed_with_codes_in_shards(*arguments)
+                stored = list(digests)
+                order = [f"layer{layer:04}.{tap}" for layer in range(4) for tap in ("qkv", "o", "gate_up", "down")]
+                self.assertEqual(stored, order[: len(stored)])
+                self.assert_identical(whole, self.finished("again", *self.PATIENT, *arguments, ranks=3))
+                for folder in ("whole", "whole.work", "again", "again.work"):
+                    shutil.rmtree(self.scratch / folder)
+
+    def test_a_shard_that_is_not_the_one_stored_is_named(self):
+        digests = self.killed_with_codes_in_shards()
+        layer = next(int(tap[5:9]) for tap, digest in digests.items() if digest)
+        shard = self.scratch / f"again.partial/model-{layer + 1:05}-of-00005.safetensors"
+        whole = shard.read_bytes()
+        header = int.from_bytes(whole[:8], "little")
+        packed = next(name for name in json.loads(whole[8 : 8 + header]) if name.endswith(".weight_packed"))
+        at = 8 + header + json.loads(whole[8 : 8 + header])[packed]["data_offsets"][0]
+        flipped = bytearray(whole)
+        flipped[at] ^= 0x10
+        renamed = whole.replace(packed.encode(), packed.replace("weight", "wEight").encode())
+        for data, word in ((bytes(flipped), "damaged"), (renamed, packed), (whole[:-100], "lacks"), (None, "lacks")):
+            with self.subTest(word):
+                shard.write_bytes(data) if data is not None else shard.unlink()
+                result = self.job("again", *self.PATIENT)
+                self.assertEqual(result.returncode, 4, result.stderr)
+                line = next(line for line in result.stderr.splitlines() if "--resume never" in line)
+                for part in (shard.name, word):
+                    self.assertIn(part, line)
+        shard.write_bytes(whole)
+        self.assert_identical(self.finished("whole"), self.finished("again", *self.PATIENT))
 
     def test_signals_stop_it_in_order(self):
         whole = self.finished("whole")

@@ -17,12 +17,12 @@ SOURCE = os.path.dirname(os.path.dirname(HERE))
 MODEL = os.path.join(SOURCE, "models", "mini-moe")
 
 
-def command_of(binary, folder, ranks, plan):
-    """Hidden states are stored after every layer, so that as much as can be is on its way to the disk at any moment."""
+def command_of(binary, folder, ranks, plan, interval, patience):
+    """Short intervals, so that as much as can be is on its way to the disk at any moment; without patience no tap waits for its layer's shard."""
     return (f"OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1 exec mpirun --oversubscribe --bind-to none -n {ranks} "
             f"{binary} quantize {SOURCE}/configs/mini-moe.yaml --model {MODEL} --tokens {MODEL}/calib_ids.npy --device cpu "
             f"--output {folder}/out --work {folder}/work --resume auto --set calibration.max_samples=16 --set calibration.max_length=128 "
-            f"--set checkpoint.interval_seconds=0 --set parallel.reduce={plan}")
+            f"--set checkpoint.interval_seconds={interval} --set checkpoint.tap_seconds={patience} --set parallel.reduce={plan}")
 
 
 def main():
@@ -38,12 +38,13 @@ def main():
     shutil.rmtree(scratch, ignore_errors=True)
     os.makedirs(scratch)
     reference = os.path.join(scratch, "reference")
-    subprocess.run(command_of(options.binary, reference, 2, "auto"), shell=True, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command_of(options.binary, reference, 2, "auto", 0, 0), shell=True, check=True, stdout=subprocess.DEVNULL)
     results, failed = [], False
     for campaign in options.campaigns:
         mode, _, count = campaign.partition("=")
         result = os.path.join(scratch, mode + ".json")
-        done = subprocess.run([sys.executable, os.path.join(HERE, "kill_loop.py"), "--command", command_of(options.binary, "{folder}", "{ranks}", "{one of all_reduce reduce_scatter all_to_all}"),
+        done = subprocess.run([sys.executable, os.path.join(HERE, "kill_loop.py"), "--command", command_of(options.binary, "{folder}", "{ranks}", "{one of all_reduce reduce_scatter all_to_all}",
+                                                                                                        "{one of 0 0.5 100}", "{one of 0 0.1 10}"),
                                "--process", os.path.basename(options.binary), "--reference", os.path.join(reference, "out"), "--scratch",
                                os.path.join(scratch, mode), "--mode", mode, "--kills", count, "--seed", str(options.seed), "--operations", "300",
                                "--shim", options.shim, "--json", result])
