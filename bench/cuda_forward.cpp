@@ -280,14 +280,16 @@ void bench_routing(Bench& b, int64_t experts, int64_t top_k, int64_t hidden) {
 
   const Array x = b.array(DType::bf16, kTokens, hidden);
   const Tensor gathered = b.output(DType::bf16, slots, hidden);
-  const auto gather = [&] { gpu.gather_rows(x.device.matrix(), order.as<int32_t>(), top_k, gathered.matrix()); };
+  const auto gather = [&] {
+    gpu.dispatch_rows(x.device.matrix(), order.as<int32_t>(), place.as<int32_t>(), top_k, gathered.matrix());
+  };
   gather();
   const Tensor rows = host_rows(b, gathered.matrix(), kSample);
   b.cpu().gather_rows(x.host_view(), host_order.data() + slots - kSample, top_k, rows.matrix());
-  b.check("gather_rows", gathered.matrix(), slots - kSample, rows.matrix(), 0, 0);
+  b.check("dispatch_rows", gathered.matrix(), slots - kSample, rows.matrix(), 0, 0);
   // Every source row is needed top_k times, far apart: only the first read must come from memory.
-  b.report_bytes("gather_rows", shape_text(gathered.matrix()), static_cast<double>(gathered.bytes() + x.device.bytes()),
-                 gather);
+  b.report_bytes("dispatch_rows", shape_text(gathered.matrix()),
+                 static_cast<double>(gathered.bytes() + x.device.bytes()), gather);
 
   const auto combine = [&] {
     gpu.combine_rows(gathered.matrix(), place.as<int32_t>(), weights.as<float>(), top_k, x.device.matrix());

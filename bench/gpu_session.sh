@@ -8,6 +8,7 @@
 #   two_gpus   the same jobs on 1 and all GPUs, every plan       whole      all 48 layers of Qwen3-30B-A3B on 1 and all GPUs
 #   restart    killed on all GPUs, resumed on one, and back      faults     SIGKILL and SIGSTOP of one rank
 #   study      scaling_study.py over tokens, GPUs and plans      eight      all of Qwen3-30B-A3B on 1, 2, 4, 8 GPUs, DeepSeek-V3's experts on all
+#   quality    a real model quantized in several ways, against the CPU (needs QUALITY=FOLDER, see bench/quality.py)
 #   sanitizer  compute-sanitizer on a few tests                  predict    the prediction beside what the other stages measured
 #
 # Each stage prints one line of JSON (also appended to RESULTS/session.jsonl), keeps its log in RESULTS/STAGE.log and ends within its own limit:
@@ -16,7 +17,7 @@
 # CMAKE_ARGS, PYTHON, DEVICE=cpu and SCALE=tiny for a rehearsal without a GPU.
 # shellcheck disable=SC2086,SC2317 # CMAKE_ARGS are words; stages are called by name
 set -u
-[ $# -ge 1 ] || { sed -n '2,16s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 home=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mkdir -p "$1" || exit 2
 results=$(cd "$1" && pwd)
@@ -41,7 +42,7 @@ else
 fi
 model=qwen3-30b-a3b:4
 
-declare -A limits=([build]=420 [tests]=300 [links]=90 [one_gpu]=420 [two_gpus]=540 [whole]=540 [restart]=300 [faults]=420 [study]=560 [eight]=580 [sanitizer]=300 [predict]=60)
+declare -A limits=([build]=420 [tests]=300 [links]=90 [one_gpu]=420 [two_gpus]=540 [whole]=540 [restart]=300 [faults]=420 [study]=560 [eight]=580 [sanitizer]=300 [predict]=60 [quality]=120)
 
 # Ends before the stage's limit by itself, so that what it has measured so far is kept.
 inner() { echo $((limit - 15)); }
@@ -82,6 +83,12 @@ checks() {
   "$PYTHON" bench/session_checks.py "$1" "${common[@]}" --ranks "$GPUS" --work "$WORK/checks" --model "$model" "${more[@]}"
 }
 stage_restart() { checks restart; }
+# A real model, which somebody has to bring: QUALITY is a folder as jobs/quickstart.sh smollm2 makes it in out/smollm2.
+stage_quality() {
+  [ -d "${QUALITY:-}/model" ] || { echo "QUALITY='${QUALITY:-}' has no model: not run" >&2; return 1; }
+  "$PYTHON" bench/quality.py --shardq "$SHARDQ" --device "$DEVICE" --files "$QUALITY" --work "$WORK/quality" --limit-seconds "$(inner)" --out "$results/h200_quality.json" &&
+    "$PYTHON" bench/quality.py --out "$results/h200_quality.json" --compare bench/results/cpu_quality.json
+}
 stage_faults() { checks faults; }
 stage_study() {
   "$PYTHON" bench/scaling_study.py "${common[@]}" --models "$model,llama-3-8b:4" --ranks "$counts" --plans "$plans" "${tokens[@]}" --scratch "$WORK" \

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ def environment(ranks, threads=0, **more):
     """Ranks share the cores evenly unless told otherwise. NVLink multicast stays off: a program that uses it badly can take a host's GPUs down."""
     cores = len(os.sched_getaffinity(0))
     values = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", NCCL_NVLS_ENABLE="0")
+    if shutil.which("nvidia-smi"):
+        values.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take cores from those that drive the GPUs' exchange
     if threads or "OMP_NUM_THREADS" not in os.environ:
         values["OMP_NUM_THREADS"] = str(threads or max(1, cores // ranks))
     return {**values, **more}

@@ -108,7 +108,7 @@ class Job:
                 seconds += rows * tap.cols * 6 / r.silu_mul
         if layer.experts:
             slots = tokens * layer.top_k
-            seconds += slots * hidden * 4 / r.gather_rows + (slots + tokens) * hidden * 2 / r.combine_rows
+            seconds += slots * hidden * 4 / r.dispatch_rows + (slots + tokens) * hidden * 2 / r.combine_rows
         return seconds + layer.weight_bytes() * 0.75 / r.dequantize  # one byte a code in, two out, as the benchmark counts
 
     def hessian_seconds(self, layer):

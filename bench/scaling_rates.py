@@ -92,7 +92,8 @@ class Rates:
             batch = re.fullmatch(r"\d+ x (\d+), heads \d+/8 of 128", row["shape"])
             if batch:
                 self.attention[int(batch[1])] = row["rate"] * 1e12
-        for name in ("rms_norm", "rope", "silu_mul", "add", "gather_rows", "combine_rows", "sum_stack", "pack_lower", "unpack_lower", "dequantize"):
+        rows.setdefault("dispatch_rows", rows.get("gather_rows"))  # its name in files of 2026-11-30
+        for name in ("rms_norm", "rope", "silu_mul", "add", "dispatch_rows", "combine_rows", "sum_stack", "pack_lower", "unpack_lower", "dequantize"):
             setattr(self, name, max(row["rate"] for row in rows[name]) * 1e12)
 
     def read_links(self, links):

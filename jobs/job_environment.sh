@@ -5,6 +5,8 @@
 # longer takes --cpus-per-task over from the job.
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+# With GPUs the threads have little to do, and such as spin while they wait take cores from those that drive NCCL and MPI.
+if command -v nvidia-smi >/dev/null; then export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}; fi
 
 # ---- NCCL: traffic between GPUs --------------------------------------------------------------------
 # NVLink multicast needs rights on the fabric manager that many sites do not give to jobs; its failure is a hang. shardq's messages are

@@ -20,6 +20,8 @@ done
 # A rank's threads share the cores evenly; Open MPI must not tie a rank to one core (its default), nor refuse more ranks than cores.
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+# With GPUs: threads that spin while they wait take cores from those that drive NCCL and MPI.
+if command -v nvidia-smi >/dev/null; then export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}; fi
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1   # containers
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 

@@ -157,6 +157,9 @@ class Backend {
                               std::span<int64_t> offsets) = 0;
   /// target[i] = source[order[i] / divisor].
   virtual void gather_rows(MatrixView source, const int32_t* order, int64_t divisor, MatrixView target) = 0;
+  /// target[place[slot]] = source[slot / copies], which is target[i] = source[order[i] / copies]: order and place are inverse permutations of
+  /// target's rows, and a backend reads the one that suits it.  target has `copies` times as many rows as source.
+  virtual void dispatch_rows(MatrixView source, const int32_t* order, const int32_t* place, int64_t copies, MatrixView target) = 0;
   /// target[t] += sum over i < top_k of weights[t * top_k + i] * source[place[t * top_k + i]], in that order, in fp32.
   virtual void combine_rows(MatrixView source, const int32_t* place, const float* weights, int64_t top_k, MatrixView target) = 0;
   /// Per token: -log softmax(logits)[target] and the index of the largest logit (lowest index on ties).  Outputs are host arrays, complete on return.

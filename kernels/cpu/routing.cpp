@@ -83,6 +83,13 @@ void CpuBackend::gather_rows(MatrixView source, const int32_t* order, int64_t di
     std::memcpy(row_bytes(target, i), row_bytes(source, order[i] / divisor), bytes);
 }
 
+void CpuBackend::dispatch_rows(MatrixView source, const int32_t* order, const int32_t* place, int64_t copies,
+                               MatrixView target) {
+  SHARDQ_CHECK(target.rows == source.rows * copies && order && place, ExitCode::internal,
+               "dispatch_rows: {} copies of {} rows into {}", copies, source.rows, target.rows);
+  gather_rows(source, order, copies, target);  // writes in order, and what it reads again is in cache or near it
+}
+
 void CpuBackend::combine_rows(MatrixView source, const int32_t* place, const float* weights, int64_t top_k,
                               MatrixView target) {
   SHARDQ_CHECK(source.cols == target.cols && source.rows == target.rows * top_k, ExitCode::internal,

@@ -63,6 +63,8 @@ class CudaBackend final : public Backend {
   void sort_by_expert(const int32_t* ids, int64_t slots, int64_t experts, int32_t* order, int32_t* place,
                       std::span<int64_t> offsets) override;
   void gather_rows(MatrixView source, const int32_t* order, int64_t divisor, MatrixView target) override;
+  void dispatch_rows(MatrixView source, const int32_t* order, const int32_t* place, int64_t copies,
+                     MatrixView target) override;
   void combine_rows(MatrixView source, const int32_t* place, const float* weights, int64_t top_k,
                     MatrixView target) override;
   void cross_entropy(MatrixView logits, const int32_t* targets_host, double* losses, int32_t* best) override;

@@ -8,9 +8,13 @@
 //   scanned per expert over segments and then over experts, (3) the warp walks its segment again in order, 32 slots at
 //   a time, and gives each slot the next place of its expert. Order inside an expert is the order of slots. A radix
 //   sort would move keys and values through memory once per digit and leave the offsets to be searched.
-// gather_rows, combine_rows: memory-bound copies in 16-byte words; a combination reads top_k rows a token in fixed
-// order.
+// gather_rows, dispatch_rows, combine_rows: memory-bound copies in 16-byte words; a combination reads top_k rows a
+// token
+//   in fixed order. Gathering for experts reads a token's row top_k times, far apart, mostly from memory; scattering
+//   reads it once and holds it in registers: (1 + top_k) instead of 2 top_k rows a token, and stores need no waiting.
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 #include <type_traits>
 
 #include "kernels/cuda/cuda_state.hpp"
@@ -219,6 +223,61 @@ void launch_gather(MatrixView source, const int32_t* order, int64_t divisor, Mat
       target.stride * size / word, target.rows, static_cast<int>(source.cols * size / word));
 }
 
+/// Row r of `source` to rows places[r * copies ...] of `target`; one warp a row, kAhead loads in flight a lane.
+template <class Word>
+__global__ void __launch_bounds__(kThreads)
+    scatter_words(const Word* source, int64_t source_stride, const int32_t* places, int copies, Word* target,
+                  int64_t target_stride, int64_t rows, int words) {
+  constexpr int kAhead = 4;
+  const int lane = threadIdx.x % 32;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (row >= rows) return;
+  const Word* from = source + row * source_stride;
+  const int32_t* mine = places + row * copies;
+  for (int begin = lane; begin < words; begin += 32 * kAhead) {
+    Word held[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (begin + 32 * i < words) held[i] = from[begin + 32 * i];
+    for (int copy = 0; copy < copies; ++copy) {
+      Word* to = target + static_cast<int64_t>(mine[copy]) * target_stride;
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i)
+        if (begin + 32 * i < words) to[begin + 32 * i] = held[i];
+    }
+  }
+}
+
+template <class Word>
+void launch_scatter(MatrixView source, const int32_t* places, int64_t copies, MatrixView target, cudaStream_t stream) {
+  const int64_t size = size_of(source.dtype), word = sizeof(Word);
+  scatter_words<<<static_cast<unsigned>(ceil_div(source.rows, kWarps)), kThreads, 0, stream>>>(
+      source.as<const Word>(), source.stride * size / word, places, static_cast<int>(copies), target.as<Word>(),
+      target.stride * size / word, source.rows, static_cast<int>(source.cols * size / word));
+}
+
+/// SHARDQ_DISPATCH=scatter writes a token's row to all its places at once; otherwise rows are gathered.
+bool scatters() {
+  static const bool value = [] {
+    const char* choice = std::getenv("SHARDQ_DISPATCH");
+    return choice != nullptr && std::string_view(choice) == "scatter";
+  }();
+  return value;
+}
+
+/// Calls launch(Word{}) with the widest word that both views are made of.
+template <class Launch>
+void with_word(MatrixView source, MatrixView target, const Launch& launch) {
+  if (whole_words(source) && whole_words(target))
+    launch(uint4{});
+  else if (size_of(source.dtype) == 2)
+    launch(uint16_t{});
+  else if (size_of(source.dtype) == 4)
+    launch(uint32_t{});
+  else
+    launch(uint8_t{});
+}
+
 /// A thread owns one word of one token's row: blockIdx.x tokens, blockIdx.y pieces of a row.
 template <int kCount, class T>
 __global__ void __launch_bounds__(kThreads)
@@ -315,15 +374,23 @@ void CudaBackend::gather_rows(MatrixView source, const int32_t* order, int64_t d
                safetensors_name(source.dtype), target.cols, safetensors_name(target.dtype), divisor);
   if (target.rows == 0 || target.cols == 0) return;
   state_->use();
-  if (whole_words(source) && whole_words(target))
-    launch_gather<uint4>(source, order, divisor, target, state_->compute);
-  else if (size_of(source.dtype) == 2)
-    launch_gather<uint16_t>(source, order, divisor, target, state_->compute);
-  else if (size_of(source.dtype) == 4)
-    launch_gather<uint32_t>(source, order, divisor, target, state_->compute);
-  else
-    launch_gather<uint8_t>(source, order, divisor, target, state_->compute);
+  with_word(source, target,
+            [&]<class Word>(Word) { launch_gather<Word>(source, order, divisor, target, state_->compute); });
   SHARDQ_LAUNCHED("gather_rows");
+}
+
+void CudaBackend::dispatch_rows(MatrixView source, const int32_t* order, const int32_t* place, int64_t copies,
+                                MatrixView target) {
+  SHARDQ_CHECK(target.rows == source.rows * copies && source.cols == target.cols && source.dtype == target.dtype,
+               ExitCode::internal, "dispatch_rows: {} copies of [{}, {}] of {} into [{}, {}] of {}", copies,
+               source.rows, source.cols, safetensors_name(source.dtype), target.rows, target.cols,
+               safetensors_name(target.dtype));
+  if (!scatters()) return gather_rows(source, order, copies, target);
+  if (target.rows == 0 || target.cols == 0) return;
+  state_->use();
+  with_word(source, target,
+            [&]<class Word>(Word) { launch_scatter<Word>(source, place, copies, target, state_->compute); });
+  SHARDQ_LAUNCHED("dispatch_rows");
 }
 
 void CudaBackend::combine_rows(MatrixView source, const int32_t* place, const float* weights, int64_t top_k,

@@ -162,7 +162,7 @@ TapInput LayerForward::gate_up_input(ChunkState& chunk) {
   if (!chunk.order) route(chunk, x);
   const MatrixView gathered =
       scratch_rows(backend_, gathered_, compute_, x.rows * spec_.top_k, spec_.hidden, "hidden states by expert");
-  backend_.gather_rows(x, chunk.order.as<int32_t>(), spec_.top_k, gathered);
+  backend_.dispatch_rows(x, chunk.order.as<int32_t>(), chunk.place.as<int32_t>(), spec_.top_k, gathered);
   return {gathered, chunk.offsets};
 }
 

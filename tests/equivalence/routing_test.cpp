@@ -140,6 +140,35 @@ TEST_F(Routing, GatherRows) {
       }
 }
 
+TEST_F(Routing, DispatchRows) {
+  for (const DType dtype : {DType::bf16, DType::f32, DType::i8, DType::i64})
+    for (const Layout& layout : row_layouts())
+      for (const int64_t copies : {1, 3, 8}) {
+        if (layout.rows > 600) continue;
+        const int64_t slots = layout.rows * copies;
+        std::vector<uint8_t> bytes(layout.elements() * size_of(dtype));
+        for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
+        const std::vector<int32_t> order = permutation(slots);
+        std::vector<int32_t> place(slots);
+        for (int64_t i = 0; i < slots; ++i) place[order[i]] = static_cast<int32_t>(i);
+        const Layout spread = {slots, layout.cols, layout.stride, layout.offset};
+        Pair target;
+        for (int b = 0; b < 2; ++b) {
+          Backend& backend = b == 0 ? cpu() : gpu();
+          const Tensor from = to_tensor_raw(backend, dtype, {layout.rows, layout.stride}, bytes);
+          const Tensor device_order = to_tensor_raw(backend, DType::i32, {slots}, order);
+          const Tensor device_place = to_tensor_raw(backend, DType::i32, {slots}, place);
+          Tensor to = poisoned(backend, dtype, {slots, layout.stride});
+          backend.dispatch_rows(view_of(from, layout), device_order.as<int32_t>(), device_place.as<int32_t>(), copies,
+                                view_of(to, spread));
+          backend.synchronize();
+          (b == 0 ? target.cpu : target.gpu) = std::move(to);
+        }
+        EXPECT_TRUE(same(raw_of<uint8_t>(gpu(), target.gpu), raw_of<uint8_t>(cpu(), target.cpu)))
+            << to_string(layout) << " copies " << copies << " " << safetensors_name(dtype);
+      }
+}
+
 TEST_F(Routing, CombineRowsIsBitEqual) {
   for (const DType dtype : {DType::bf16, DType::f32})
     for (const Layout& layout : row_layouts()) {

@@ -87,7 +87,8 @@ TEST(GatherCombine, IsTheWeightedSumOfEachTokensRows) {
     std::vector<int64_t> offsets(experts + 1);
     backend->sort_by_expert(routed.ids.data(), tokens * top_k, experts, order.data(), place.data(), offsets);
     const HostMatrix gathered = poisoned_matrix(*backend, dtype, tokens * top_k, cols);
-    backend->gather_rows(x.view(), order.data(), top_k, gathered.view());
+    backend->dispatch_rows(x.view(), order.data(), place.data(), top_k, gathered.view());
+    EXPECT_THROW(backend->dispatch_rows(x.view(), order.data(), place.data(), top_k + 1, gathered.view()), Error);
     const auto rows = download(*backend, gathered.tensor);
     for (int64_t e = 0; e < experts; ++e)
       for (int64_t i = offsets[e]; i < offsets[e + 1]; ++i) {

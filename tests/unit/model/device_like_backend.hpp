@@ -56,6 +56,10 @@ class DeviceLikeBackend final : public Backend {
   void gather_rows(MatrixView source, const int32_t* order, int64_t divisor, MatrixView target) override {
     cpu_->gather_rows(real(source), real(order), divisor, real(target));
   }
+  void dispatch_rows(MatrixView source, const int32_t* order, const int32_t* place, int64_t copies,
+                     MatrixView target) override {
+    cpu_->dispatch_rows(real(source), real(order), real(place), copies, real(target));
+  }
   void combine_rows(MatrixView source, const int32_t* place, const float* weights, int64_t top_k,
                     MatrixView target) override {
     cpu_->combine_rows(real(source), real(place), real(weights), top_k, real(target));
