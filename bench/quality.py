@@ -7,7 +7,7 @@
 
 A code on a rounding boundary flips with the last bit of a sum, and all later codes of its row are rounded from other values; so two runs with equal right to be called the
 result differ in a tenth of their codes and in perplexity. How much is seen from draws: the damping of 0.01 changed in its fourth digit, which means nothing by itself.
-The file has every run's perplexity, its loss in every layer and tap (sums over modules), and the share of codes that differ from the first run's. Needs numpy."""
+The file has every run's perplexity, its loss in every layer and tap (sums over modules), and the share of codes that differ from the first run's. Runs need numpy."""
 
 import argparse
 import datetime
@@ -17,7 +17,6 @@ import shutil
 import statistics
 import sys
 
-import compare_codes
 from launch import end_ranks_at_sigterm, environment, gpu_names, processor_name, run_in_time
 
 HOME = pathlib.Path(__file__).resolve().parents[1]
@@ -72,6 +71,8 @@ def run_variant(options, name, settings, variables):
 
 
 def differing_share(one, other):
+    import compare_codes  # numpy: not needed to compare two files
+
     counts = compare_codes.differing_codes(one, other)
     return {"all": sum(c[2] for c in counts) / max(1, sum(c[1] for c in counts)), "by layer": [round(c[2] / max(1, c[1]), 5) for c in counts]}
 

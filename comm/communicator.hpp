@@ -33,6 +33,15 @@ class Communicator {
   virtual void reduce_scatter_sum(float* data, std::span<const Range> ranges) = 0;
   /// In place: every rank contributes ranges[rank()] (in elements of `element_size` bytes) and ends with all.
   virtual void all_gather(void* data, std::span<const Range> ranges, int64_t element_size) = 0;
+  /// all_gather of several arrays, which on GPUs start together: what a start costs is paid once.
+  struct Gathered {
+    void* data;
+    std::vector<Range> ranges;
+    int64_t element_size;
+  };
+  virtual void all_gather_each(std::span<const Gathered> arrays) {
+    for (const Gathered& array : arrays) all_gather(array.data, array.ranges, array.element_size);
+  }
   /// Every rank sends send[r] of `source` to rank r and receives what rank r sends it at receive[r] of `target` (its
   /// own part is copied). Both ranges: one a rank, ascending, without gaps from 0; receive[r] on rank q is as long as
   /// send[q] on rank r, which the caller sees to. source and target must not overlap.

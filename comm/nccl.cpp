@@ -14,6 +14,7 @@
 #include "comm/communicator.hpp"
 #include "comm/ranges.hpp"
 #include "comm/watch.hpp"
+#include "core/timer.hpp"
 
 namespace shardq {
 namespace {
@@ -99,20 +100,16 @@ class NcclCommunicator final : public Communicator {
   }
 
   void all_gather(void* data, std::span<const Range> ranges, int64_t element_size) override {
-    const int64_t total = check_ranges(ranges, size_, "all_gather");
-    auto* bytes = static_cast<char*>(data);
-    enqueue("nccl all_gather", total * element_size, [&] {
-      if (all_equal(ranges)) {
-        const int64_t count = ranges[0].size() * element_size;
-        SHARDQ_NCCL(ncclAllGather(bytes + rank_ * count, bytes, count, ncclInt8, comm_, stream_));
-        return;
-      }
+    const Gathered array{data, {ranges.begin(), ranges.end()}, element_size};
+    all_gather_each({&array, 1});
+  }
+
+  void all_gather_each(std::span<const Gathered> arrays) override {
+    int64_t bytes = 0;
+    for (const Gathered& array : arrays) bytes += check_ranges(array.ranges, size_, "all_gather") * array.element_size;
+    enqueue("nccl all_gather", bytes, [&] {
       group([&] {
-        for (int r = 0; r < size_; ++r) {
-          if (ranges[r].size() == 0) continue;
-          char* piece = bytes + ranges[r].begin * element_size;
-          SHARDQ_NCCL(ncclBroadcast(piece, piece, ranges[r].size() * element_size, ncclInt8, r, comm_, stream_));
-        }
+        for (const Gathered& array : arrays) start_gather(array);
       });
     });
   }
@@ -162,6 +159,22 @@ class NcclCommunicator final : public Communicator {
     return std::ranges::all_of(ranges, [&](const Range& range) { return range.size() == ranges[0].size(); });
   }
 
+  /// One call of a group.
+  void start_gather(const Gathered& array) {
+    auto* bytes = static_cast<char*>(array.data);
+    if (all_equal(array.ranges)) {
+      const int64_t count = array.ranges[0].size() * array.element_size;
+      SHARDQ_NCCL(ncclAllGather(bytes + rank_ * count, bytes, count, ncclInt8, comm_, stream_));
+      return;
+    }
+    for (int r = 0; r < size_; ++r) {
+      if (array.ranges[r].size() == 0) continue;
+      char* piece = bytes + array.ranges[r].begin * array.element_size;
+      SHARDQ_NCCL(
+          ncclBroadcast(piece, piece, array.ranges[r].size() * array.element_size, ncclInt8, r, comm_, stream_));
+    }
+  }
+
   /// The id travels over the host; every rank then polls until the others have come.
   void connect(Communicator& host) {
     // NVLink multicast needs fabric rights that shared machines often do not give, and its failure is a hang. The user
@@ -199,14 +212,19 @@ class NcclCommunicator final : public Communicator {
     SHARDQ_CUDA(cudaFree(data));
   }
 
-  /// A non-blocking communicator takes the next call only after it has finished the last one's work on the host.
+  /// A non-blocking communicator takes the next call only after it has finished the last one's work on the host: tens
+  /// of microseconds for a collective, which a sleep would double, and seconds for the first connection.
   void wait_for_host_part(const char* call) {
+    const Stopwatch watch;
     for (;;) {
       ncclResult_t result = ncclSuccess;
       check_nccl(ncclCommGetAsyncError(comm_, &result), comm_, call);
       check_nccl(result, comm_, call);
       if (result != ncclInProgress) return;
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      if (watch.seconds() < 1e-3)
+        std::this_thread::yield();
+      else
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
   }
 

@@ -1,8 +1,50 @@
 // TapSolver's sums over ranks and over experts.
+#include <algorithm>
+#include <cstdlib>
+
 #include "core/error.hpp"
 #include "pipeline/tap_solver.hpp"
 
 namespace shardq {
+namespace {
+
+/// SHARDQ_REDUCE_SLICES: how many collectives the sums of a stack leave in, 0: in one, and not before all are complete.
+/// For comparison, and a way out.  Every rank must hold the same value.
+std::optional<int64_t> asked_slices() {
+  const char* text = std::getenv("SHARDQ_REDUCE_SLICES");
+  return text ? std::optional(std::max<int64_t>(0, std::atoll(text))) : std::nullopt;
+}
+
+/// Pieces of at least 64 MiB, which links carry at full rate; more than four would hide little more.
+int64_t slices_for(int64_t triangle_bytes) {
+  constexpr int64_t kLeastBytes = int64_t{64} << 20, kMost = 4;
+  if (const auto asked = asked_slices()) return std::max<int64_t>(1, *asked);
+  return std::clamp<int64_t>(triangle_bytes / kLeastBytes, 1, kMost);
+}
+
+/// Which of rank's matrices a slice has.
+Range slice_of(std::span<const Range> owners, int64_t slices, int64_t slice, int rank) {
+  const Range own = owners[rank];
+  const Range piece = part(own.size(), static_cast<int>(slices), static_cast<int>(slice));
+  return {own.begin + piece.begin, own.begin + piece.end};
+}
+
+/// Where a slice's matrices lie among those that are sent, by rank: slice after slice, in each rank after rank.
+std::vector<Range> places_of(std::span<const Range> owners, int64_t slices, int64_t slice) {
+  const int ranks = static_cast<int>(owners.size());
+  int64_t at = 0;
+  for (int64_t s = 0; s < slice; ++s)
+    for (int r = 0; r < ranks; ++r) at += slice_of(owners, slices, s, r).size();
+  std::vector<Range> places;
+  for (int r = 0; r < ranks; ++r) {
+    const int64_t end = at + slice_of(owners, slices, slice, r).size();
+    places.push_back({at, end});
+    at = end;
+  }
+  return places;
+}
+
+}  // namespace
 
 void TapSolver::reduce_exact(TapHessian& hessian, Tap tap) {
   const bool complete = owned(tap);
@@ -30,23 +72,71 @@ TapSolver::Reduction TapSolver::reduction(Tap tap, Range wave) const {
   for (int r = 0; r < ranks; ++r) out.owners.push_back(part(wave.size(), ranks, r));
   // One matrix: its rows are independent given the factor, so ranks take rows, and all need the Hessian.
   out.scatter = wave.size() > 1 && !shared_hessian(tap) && job_.reduce == ReducePlan::reduce_scatter;
+  const int64_t cols = job_.spec.tap_shape(layer_, tap).cols;
+  if (wave.size() > 1) out.slices = slices_for(wave.size() * (cols * (cols + 1) / 2) * 4);
   return out;
+}
+
+bool TapSolver::leaves_early(Tap tap, Range wave) const {
+  return job_.host.size() > 1 && !job_.reproducible && !owned(tap) && wave.size() > 1 && !shared_hessian(tap) &&
+         job_.recipe.experts == ExpertTokens::routed && asked_slices() != 0;
+}
+
+void TapSolver::prepare_sending(TapHessian& hessian) {
+  hessian.started = true;
+  const StackView sums = hessian.sums.stack();
+  const int64_t triangle = sums.cols * (sums.cols + 1) / 2;
+  hessian.sending = Tensor(job_.backend, DType::f32, {sums.count, triangle}, "packed Hessian triangles");
+}
+
+void TapSolver::send(TapHessian& hessian, const Reduction& reduction, int64_t slice) {
+  PhaseTimer timer(job_.seconds, "reduce");
+  const StackView sums = hessian.sums.stack();
+  const int64_t triangle = hessian.sending.shape()[1];
+  const std::vector<Range> places = places_of(reduction.owners, reduction.slices, slice);
+  const int64_t first = places.front().begin, count = places.back().end - first;
+  std::vector<Range> pieces;  // of the slice, by rank
+  for (int r = 0; r < job_.host.size(); ++r) {
+    const Range matrices = slice_of(reduction.owners, reduction.slices, slice, r);
+    job_.backend.pack_lower(sums.range(matrices.begin, matrices.end),
+                            hessian.sending.as<float>() + places[r].begin * triangle);
+    pieces.push_back({places[r].begin - first, places[r].end - first});
+  }
+  const Deferred deferred(job_.device);
+  float* data = hessian.sending.as<float>() + first * triangle;
+  if (reduction.scatter)
+    job_.device.reduce_scatter_sum(data, scaled(pieces, triangle));
+  else
+    job_.device.all_reduce_sum(data, count * triangle);
+}
+
+void TapSolver::add_rows_and_send(TapHessian& hessian, const MatrixView& x, const std::vector<int64_t>& offsets,
+                                  const Reduction& reduction) {
+  PhaseTimer timer(job_.seconds, "hessian");
+  const StackView sums = hessian.sums.stack();
+  for (int64_t slice = 0; slice < reduction.slices; ++slice) {
+    for (int r = 0; r < job_.host.size(); ++r) {
+      const Range m = slice_of(reduction.owners, reduction.slices, slice, r);
+      if (m.size() == 0) continue;
+      std::vector<int64_t> own(offsets.begin() + m.begin, offsets.begin() + m.end + 1);
+      const int64_t first = own.front(), last = own.back();
+      for (int64_t& offset : own) offset -= first;
+      job_.backend.accumulate_gram(x.row_range(first, last), sums.range(m.begin, m.end), own);
+    }
+    send(hessian, reduction, slice);
+  }
+  job_.backend.synchronize();  // for the time of it; collectives go on
 }
 
 void TapSolver::start(TapHessian& hessian, const Reduction& reduction) {
   if (hessian.reduced || hessian.started) return;
-  PhaseTimer timer(job_.seconds, "reduce");
   hessian.started = true;
   if (job_.host.size() == 1) return;
-  const StackView sums = hessian.sums.stack();
-  const int64_t triangle = sums.cols * (sums.cols + 1) / 2;
-  hessian.sending = Tensor(job_.backend, DType::f32, {sums.count, triangle}, "packed Hessian triangles");
-  job_.backend.pack_lower(sums, hessian.sending.as<float>());
-  const Deferred deferred(job_.device);
-  if (reduction.scatter)
-    job_.device.reduce_scatter_sum(hessian.sending.as<float>(), scaled(reduction.owners, triangle));
-  else
-    job_.device.all_reduce_sum(hessian.sending.as<float>(), hessian.sending.size());
+  {
+    PhaseTimer timer(job_.seconds, "reduce");
+    prepare_sending(hessian);
+  }
+  for (int64_t slice = 0; slice < reduction.slices; ++slice) send(hessian, reduction, slice);
 }
 
 void TapSolver::complete(TapHessian& hessian, const Reduction& reduction) {
@@ -58,9 +148,15 @@ void TapSolver::complete(TapHessian& hessian, const Reduction& reduction) {
   if (!hessian.sending) return;
   const StackView sums = hessian.sums.stack();
   const int64_t triangle = hessian.sending.shape()[1];
-  const Range mine = reduction.scatter ? reduction.owners[job_.host.rank()] : Range{0, sums.count};
   job_.device.join();
-  job_.backend.unpack_lower(hessian.sending.as<float>() + mine.begin * triangle, sums.range(mine.begin, mine.end));
+  for (int64_t slice = 0; slice < reduction.slices; ++slice) {
+    const std::vector<Range> places = places_of(reduction.owners, reduction.slices, slice);
+    for (int r = 0; r < job_.host.size(); ++r) {
+      if (reduction.scatter && r != job_.host.rank()) continue;
+      const Range m = slice_of(reduction.owners, reduction.slices, slice, r);
+      job_.backend.unpack_lower(hessian.sending.as<float>() + places[r].begin * triangle, sums.range(m.begin, m.end));
+    }
+  }
   job_.backend.synchronize();
   hessian.sending = Tensor();
 }

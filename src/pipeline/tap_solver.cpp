@@ -118,11 +118,13 @@ void TapSolver::gather(TapResult& result, Range wave, bool by_rows) {
   const Range my_rows = rows[job_.host.rank()];
   result.pieces.push_back({{first_row + my_rows.begin, first_row + my_rows.end}, {first_row, first_row + wave_rows}});
   if (ranks > 1) {
+    std::vector<Communicator::Gathered> arrays;
     for (Tensor* whole : {&result.codes, &result.scales, &result.zeros}) {
       if (!*whole) continue;
       const int64_t cols = whole->shape().back(), size = size_of(whole->dtype());
-      job_.device.all_gather(whole->as<char>() + first_row * cols * size, scaled(rows, cols), size);
+      arrays.push_back({whole->as<char>() + first_row * cols * size, scaled(rows, cols), size});
     }
+    job_.device.all_gather_each(arrays);
     job_.host.all_gather(result.losses.data() + first_row, rows, sizeof(float));
     job_.host.all_gather(result.rtn_losses.data() + first_row, rows, sizeof(float));
     // Rows of one matrix are solved under one Hessian, so every rank with rows has the same outcome; ranks without rows
@@ -180,19 +182,26 @@ TapResult TapSolver::solve(Tap tap, LayerForward& forward, ChunkStore& chunks, c
   Stopwatch watch;
   TapResult result = new_result(tap);
   const int64_t count = result.codes.shape()[0];
-  const auto accumulate = [&](Range range) {
+  // Sums over ranks, unless only the pool wants them, set out with the last chunk.
+  const auto accumulate = [&](Range range, bool send) {
     TapHessian hessian = with_room(chunks, [&] { return new_hessian(tap, range); });
-    const auto add_chunk = [&](ChunkState& chunk) { add(hessian, tap, forward, chunks, chunk); };
+    const std::optional<Reduction> early =
+        send && leaves_early(tap, range) ? std::optional(reduction(tap, range)) : std::nullopt;
+    int64_t left = chunks.size();
+    const auto add_chunk = [&](ChunkState& chunk) {
+      add(hessian, tap, forward, chunks, chunk, --left == 0 && early ? &*early : nullptr);
+    };
     if (owned(tap) && tap == Tap::gate_up && !chunks.offloaded())
       each_chunk_in_turns(
           chunks, true, [&](ChunkState& chunk) { move(tap, forward, chunks, chunk); }, add_chunk);
     else
       each_chunk(chunks, add_chunk);
+    if (early) start(hessian, *early);  // on a rank without chunks
     reduce_exact(hessian, tap);
     return hessian;
   };
   if (shared_hessian(tap)) {
-    TapHessian hessian = accumulate({0, 1});
+    TapHessian hessian = accumulate({0, 1}, false);
     solve_wave(tap, hessian, {}, weights, {0, count}, result);
     result.seconds = watch.seconds();
     return result;
@@ -201,11 +210,11 @@ TapResult TapSolver::solve(Tap tap, LayerForward& forward, ChunkStore& chunks, c
   // The pool is the sum over ALL experts before any is solved. With several waves it takes a pass of its own.
   HessianPool pool = new_pool(tap);
   if (pool.sum && ranges.size() > 1) {
-    for (const Range& range : ranges) add_to_pool(pool, accumulate(range));
+    for (const Range& range : ranges) add_to_pool(pool, accumulate(range, false));
     finish_pool(pool, tap);
   }
   for (const Range& range : ranges) {
-    TapHessian hessian = accumulate(range);
+    TapHessian hessian = accumulate(range, true);
     if (ranges.size() == 1) {
       add_to_pool(pool, hessian);
       finish_pool(pool, tap);

@@ -74,7 +74,15 @@ class TapSolver {
   /// body and safe point for every chunk, then the safe points that ranks with more chunks still make.
   void each_chunk(ChunkStore& chunks, const std::function<void(ChunkState&)>& body);
   TapHessian new_hessian(Tap tap, Range matrices);
-  void add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk);
+  /// How the Hessians of a wave come to those who solve: scattered over its matrices, or everywhere.
+  struct Reduction {
+    bool scatter = false;
+    std::vector<Range> owners;  // matrices of the wave, by rank
+    int64_t slices = 1;         // sums go in so many collectives, each with a part of every owner's matrices
+  };
+  /// early: the sums are complete with this chunk and go on their way as they become so.
+  void add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk,
+           const Reduction* early = nullptr);
   void move(Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk);
   /// The tap's input, with another try when memory runs out where no other rank takes part.
   std::vector<TapInput> reach(Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk);
@@ -82,13 +90,16 @@ class TapSolver {
   void add_rows(TapHessian& hessian, int64_t first, const MatrixView& x, const std::vector<int64_t>& offsets);
   /// In reproducible mode: sums over ranks everywhere (owned taps are complete already), read as floats.
   void reduce_exact(TapHessian& hessian, Tap tap);
-  /// How the Hessians of a wave come to those who solve: scattered over its matrices, or everywhere.
-  struct Reduction {
-    bool scatter = false;
-    std::vector<Range> owners;  // matrices of the wave, by rank
-  };
   Reduction reduction(Tap tap, Range wave) const;
+  /// Whether the sums of these matrices may leave while the last chunk is added.
+  bool leaves_early(Tap tap, Range wave) const;
   void start(TapHessian& hessian, const Reduction& reduction);
+  /// As add_rows for the last chunk, slice by slice, each sent when it is complete: packing and the collective run
+  /// beside the sums of the slices after it.
+  void add_rows_and_send(TapHessian& hessian, const MatrixView& x, const std::vector<int64_t>& offsets,
+                         const Reduction& reduction);
+  void prepare_sending(TapHessian& hessian);
+  void send(TapHessian& hessian, const Reduction& reduction, int64_t slice);
   void complete(TapHessian& hessian, const Reduction& reduction);
   /// As each_chunk for owned taps: `begin` sends rows, which travel while `end` works on the chunk before. settle_each:
   /// `begin` of the next chunk needs memory that is being sent.

@@ -43,7 +43,8 @@ std::vector<TapInput> TapSolver::reach(Tap tap, LayerForward& forward, ChunkStor
   return owned(tap) ? step() : with_room(chunks, step);
 }
 
-void TapSolver::add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk) {
+void TapSolver::add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkStore& chunks, ChunkState& chunk,
+                    const Reduction* early) {
   const Range m = hessian.matrices;
   if (layer_.moe && tap == Tap::down && job_.recipe.experts == ExpertTokens::all) {
     // Every expert sees every token; the chunk stays at gate/up until all experts have, and solve() then moves it on.
@@ -74,7 +75,12 @@ void TapSolver::add(TapHessian& hessian, Tap tap, LayerForward& forward, ChunkSt
     std::vector<int64_t> offsets(begin, begin + m.size() + 1);
     const int64_t first = offsets.front(), last = offsets.back();
     for (int64_t& o : offsets) o -= first;
-    add_rows(hessian, 0, input.x.row_range(first, last), offsets);
+    if (early) {
+      with_room(chunks, [&] { prepare_sending(hessian); });
+      add_rows_and_send(hessian, input.x.row_range(first, last), offsets, *early);
+    } else {
+      add_rows(hessian, 0, input.x.row_range(first, last), offsets);
+    }
     for (int64_t i = 0; i < m.size(); ++i) hessian.tokens[i] += offsets[i + 1] - offsets[i];
   }
 }

@@ -1,10 +1,15 @@
 """Perplexity of the bundled model before and after, as `shardq eval` sees the written files, two ranks."""
 
+import copy
 import functools
 import json
+import sys
 import unittest
 
 from program import MINI_MOE, SOURCE, ProgramTest, read_json, run
+
+sys.path.insert(0, str(SOURCE / "bench"))
+import quality  # noqa: E402
 
 HELDOUT = 128  # the first held-out sequences
 # Per cent over full precision. Rounding to nearest gives 5.8 and 36.0, so neither bound is met by accident.
@@ -64,6 +69,31 @@ class Quality(ProgramTest):
         increase = self.increase(self.quantized("quantization.num_bits=3", "quantization.method=rtn", "quantization.observer=minmax"))
         print(f"W3 g32, rounded: {increase:+.2f} %")
         self.assertGreater(increase, 1.5 * BOUNDS[3])
+
+
+class Comparison(unittest.TestCase):
+    """bench/quality.py tells a backend that costs accuracy from chance."""
+
+    def setUp(self):
+        self.one = json.loads((SOURCE / "bench/results/cpu_quality.json").read_text())
+        self.other = copy.deepcopy(self.one)
+
+    def test_equal_files_differ_by_nothing(self):
+        self.assertIn("+0.00 %, standard error", quality.compare(self.one, self.other))
+
+    def test_a_worse_mean_shows_beside_what_chance_allows(self):
+        for run_ in self.other["runs"]:
+            run_["perplexity"] = {samples: 1.01 * value for samples, value in run_["perplexity"].items()}
+        for line in quality.compare(self.one, self.other).splitlines()[:2]:
+            self.assertIn("-0.99 %", line)
+            self.assertLess(float(line.rsplit(" ", 2)[1]), 0.2)  # the standard error: a tenth of it
+
+    def test_a_loss_that_moved_is_named_first(self):
+        for run_ in self.other["runs"]:
+            run_["loss"]["17 o"] *= 1.03
+        losses = [line for line in quality.compare(self.one, self.other).splitlines() if "loss of" in line]
+        self.assertIn("layer 17 o", losses[0])
+        self.assertIn("-2.91 %", losses[0])
 
 
 if __name__ == "__main__":

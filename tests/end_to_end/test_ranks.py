@@ -98,6 +98,23 @@ class Ranks(ProgramTest):
             reduce = ("--set", f"parallel.reduce={plan}")
             self.assert_same(self.job("now_" + plan, *plain, *reduce, ranks=2), self.job("late_layer_" + plan, *plain, *reduce, ranks=2, environment=late))
 
+    def test_sums_that_leave_in_slices_are_those_that_leave_at_once(self):
+        """Without order-free sums, Hessians of experts set out while the last chunk is added, in slices with a part of every owner's matrices."""
+        plain = ("--set", "parallel.reproducible=false", "--set", "calibration.chunk_tokens=512")
+        waves = ("--set", f"memory.hessian_budget={5 * 128 * 128 * 4}")
+        for ranks, plan, more in ((2, "reduce_scatter", ()), (3, "reduce_scatter", ()), (3, "all_reduce", ()), (3, "reduce_scatter", waves)):
+            arguments = (*plain, "--set", f"parallel.reduce={plan}", *more)
+            name = f"{plan}{ranks}{len(more)}"
+            once = self.job(name, *arguments, ranks=ranks, environment={"SHARDQ_REDUCE_SLICES": "0"})
+            for slices in (1, 3):
+                for late in ({}, {"SHARDQ_LATE_COLLECTIVES": "1"}):
+                    other = self.job(f"{name}.{slices}{len(late)}", *arguments, ranks=ranks, environment={"SHARDQ_REDUCE_SLICES": str(slices), **late})
+                    self.assert_same(once, other)
+        # Ranks without a chunk take part in every slice.
+        few = (*plain[:2], "--set", "calibration.max_samples=2", "--set", "parallel.reduce=reduce_scatter")
+        once = self.job("few", *few, ranks=4, environment={"SHARDQ_REDUCE_SLICES": "0"})
+        self.assert_same(once, self.job("few_slices", *few, ranks=4, environment={"SHARDQ_REDUCE_SLICES": "3"}))
+
     def test_shares_of_the_weights_give_the_same(self):
         one, share = self.job("one"), ("--set", "parallel.read=share")
         for ranks in (2, 3):

@@ -126,6 +126,18 @@ void test_ranges(Communicator& comm, cudaStream_t stream) {
     DeviceCopy<uint8_t> bytes(start, stream);
     comm.all_gather(bytes.data(), ranges, 3);
     expect(bytes.back() == expected, fmt::format("all_gather of {} x 3 bytes", count));
+
+    // Two of these ranges and one of equal ranges, in one launch.
+    std::vector<Range> equal;
+    for (int64_t r = 0; r < comm.size(); ++r) equal.push_back({r, r + 1});
+    DeviceCopy<uint8_t> again(start, stream), third(start, stream);
+    DeviceCopy<float> ranks(std::vector<float>(comm.size(), static_cast<float>(comm.rank())), stream);
+    comm.all_gather_each(std::vector<Communicator::Gathered>{
+        {again.data(), ranges, 3}, {ranks.data(), equal, sizeof(float)}, {third.data(), ranges, 3}});
+    bool right = again.back() == expected && third.back() == expected;
+    const std::vector<float> found = ranks.back();
+    for (int r = 0; r < comm.size(); ++r) right = right && found[r] == static_cast<float>(r);
+    expect(right, fmt::format("all_gather_each of {} x 3 bytes", count));
   }
 }
 

@@ -119,6 +119,17 @@ void test_all_gather(Communicator& comm) {
       bool right = true;
       for (int64_t i = 0; i < static_cast<int64_t>(data.size()); ++i) right = right && data[i] == expected(i);
       expect(right, fmt::format("all_gather of {} x {} bytes", ranges.back().end, element_size));
+
+      std::vector<uint8_t> again(data.size(), 0xee);
+      std::copy(data.begin() + mine.begin * element_size, data.begin() + mine.end * element_size,
+                again.begin() + mine.begin * element_size);
+      std::vector<int64_t> numbers(comm.size(), comm.rank());
+      std::vector<Range> one_each;
+      for (int64_t r = 0; r < comm.size(); ++r) one_each.push_back({r, r + 1});
+      comm.all_gather_each(std::vector<Communicator::Gathered>{{again.data(), ranges, element_size},
+                                                               {numbers.data(), one_each, sizeof(int64_t)}});
+      for (int64_t r = 0; r < comm.size(); ++r) right = right && numbers[r] == r;
+      expect(right && again == data, "all_gather_each of two arrays");
     }
   }
 }
