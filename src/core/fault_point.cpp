@@ -19,7 +19,7 @@ std::atomic<bool> armed{false};
 }
 
 namespace {
-enum class Action { kill, stop, raise_error, out_of_memory, sleep };
+enum class Action { kill, stop, terminate, raise_error, out_of_memory, sleep };
 
 struct Fault {
   Action action = Action::kill;
@@ -69,10 +69,12 @@ double number(const std::string& text, const std::string& fault) {
 Action parse_action(const std::string& name, const std::string& fault) {
   if (name == "kill") return Action::kill;
   if (name == "stop") return Action::stop;
+  if (name == "term") return Action::terminate;
   if (name == "throw") return Action::raise_error;
   if (name == "oom") return Action::out_of_memory;
   if (name == "sleep") return Action::sleep;
-  fail(ExitCode::usage, "SHARDQ_FAULT: expected kill, stop, throw, oom or sleep, found \"{}\" in \"{}\"", name, fault);
+  fail(ExitCode::usage, "SHARDQ_FAULT: expected kill, stop, term, throw, oom or sleep, found \"{}\" in \"{}\"", name,
+       fault);
 }
 
 Fault parse_fault(const std::string& text) {
@@ -106,6 +108,9 @@ void act(const Fault& fault, std::string_view name) {
       break;
     case Action::stop:
       ::kill(::getpid(), SIGSTOP);  // the whole process, not this thread alone
+      break;
+    case Action::terminate:
+      ::raise(SIGTERM);  // this thread: handled before raise returns
       break;
     case Action::raise_error:
       throw Error(static_cast<ExitCode>(static_cast<int>(fault.value.value_or(77))),

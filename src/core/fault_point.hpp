@@ -11,6 +11,7 @@ namespace shardq {
 /// SHARDQ_FAULT holds faults separated by ';', each  ACTION@POINT[#VISIT][=VALUE][,rank=R]:
 ///   kill@stage_committed#3,rank=1   SIGKILL to itself on the third visit, on rank 1 only
 ///   stop@tap_done                   SIGSTOP (a frozen rank)
+///   term@safe_point#8               SIGTERM to itself, as Slurm sends it
 ///   throw@stage_written=4           Error with that exit code (default 77)
 ///   oom@forward                     OutOfMemory
 ///   sleep@tap_done#*=0.5            that many seconds (default 1), on every visit

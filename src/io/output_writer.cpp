@@ -88,15 +88,55 @@ void add_shard(const fs::path& path, Contents& contents) {
   }
 }
 
+fs::path partial_of(const fs::path& output) {
+  fs::path partial = output;
+  partial += ".partial";
+  return partial;
+}
+
+constexpr const char* kMarker = ".shardq-run";
+
+/// The partial folder says whose it is. One without a mark is new, or holds what nobody vouches for.
+void claim(const fs::path& partial, const std::string& run) {
+  const fs::path marker = partial / kMarker;
+  if (fs::exists(marker)) {
+    SHARDQ_CHECK(read_text(marker) == run, ExitCode::usage,
+                 "{} belongs to another run than the work directory: choose another output, or start anew with "
+                 "--resume never",
+                 partial.string());
+    return;
+  }
+  for (const auto& item : fs::directory_iterator(partial))
+    SHARDQ_CHECK(DurableFile::is_temporary(item.path()), ExitCode::usage,
+                 "{} holds {}, but no mark of the run that the work directory is of: choose another output, or start "
+                 "anew with --resume never",
+                 partial.string(), item.path().filename().string());
+  write_text_durably(marker, run);
+}
+
 }  // namespace
 
-OutputWriter::OutputWriter(fs::path output) : output_(without_trailing_slash(output)) {
+OutputWriter::OutputWriter(fs::path output, const std::string& run) : output_(without_trailing_slash(output)) {
   SHARDQ_CHECK(output_.has_filename() && output_.filename() != "." && output_.filename() != "..", ExitCode::usage,
                "output '{}' must be the name of a new directory", output.string());
   require_vacant(output_);
-  partial_ = output_;
-  partial_ += ".partial";
+  partial_ = partial_of(output_);
   make_folders(partial_);
+  if (!run.empty()) claim(partial_, run);
+}
+
+void OutputWriter::discard(const fs::path& output) {
+  const fs::path partial = partial_of(without_trailing_slash(output));
+  std::error_code error;
+  fs::remove_all(partial, error);
+  SHARDQ_CHECK(!error, ExitCode::disk, "cannot remove {}: {}", partial.string(), error.message());
+  const fs::path folder = fs::absolute(partial).parent_path();
+  if (fs::exists(folder, error)) sync_folder(folder);
+}
+
+void OutputWriter::remove_marker(const fs::path& output) {
+  std::error_code ignored;
+  fs::remove(without_trailing_slash(output) / kMarker, ignored);
 }
 
 std::string OutputWriter::shard_name(int64_t k, int64_t n) {
@@ -121,9 +161,7 @@ int64_t OutputWriter::write_shard(int64_t k, int64_t n, std::vector<OutputTensor
 }
 
 bool OutputWriter::is_published(const fs::path& output) {
-  const fs::path place = without_trailing_slash(output);
-  fs::path partial = place;
-  partial += ".partial";
+  const fs::path place = without_trailing_slash(output), partial = partial_of(place);
   std::error_code ignored;
   return fs::exists(place / "config.json", ignored) && !fs::exists(partial, ignored);
 }
@@ -171,6 +209,7 @@ void OutputWriter::publish(int64_t n, const std::string& config_text, const std:
   fault_point("publishing");
   // rename() replaces an empty directory by itself, in one step; a non-empty one it refuses.
   rename_durably(partial_, output_);
+  remove_marker(output_);  // not before: a resumed run would not know its own folder
 }
 
 }  // namespace shardq

@@ -30,8 +30,14 @@ std::string compressed_tensors_config(const std::string& source_config_text, con
 /// calls publish.
 class OutputWriter {
  public:
-  /// Creates the partial folder (or reuses one, on resume). Error(usage) when `output` exists and is not empty.
-  explicit OutputWriter(std::filesystem::path output);
+  /// Creates the partial folder (or reuses one, on resume). run: marks the folder as this run's, so that shards of
+  /// another are not taken for its own; empty: not looked at (on all ranks but one). Error(usage) when `output` exists
+  /// and is not empty, or the folder is another run's.
+  explicit OutputWriter(std::filesystem::path output, const std::string& run = {});
+  /// Removes the partial folder of an `output`, durably.
+  static void discard(const std::filesystem::path& output);
+  /// Removes the mark from a published output, if a kill has left it there.
+  static void remove_marker(const std::filesystem::path& output);
   const std::filesystem::path& partial() const { return partial_; }
   /// model-0000k-of-0000n.safetensors, k from 1; model.safetensors where there is only one (and then no index, as
   /// transformers writes it).

@@ -160,14 +160,16 @@ struct StageStore::State {
     return *reader;
   }
 
-  void open_on_root(const std::map<std::string, std::string>& fingerprint, bool resume);
+  void open_on_root(const std::map<std::string, std::string>& fingerprint, bool resume,
+                    const std::function<void()>& discard);
   void check_files() const;
   void remove_orphans() const;
   void remove_files(const StageEntry& stage) const;
   StageEntry write_description(const std::string& stage, const StageDescription& description) const;
 };
 
-void StageStore::State::open_on_root(const std::map<std::string, std::string>& fingerprint, bool resume) {
+void StageStore::State::open_on_root(const std::map<std::string, std::string>& fingerprint, bool resume,
+                                     const std::function<void()>& discard) {
   create_folder_durably(directory);
   lock = std::make_unique<WorkLock>(directory);
   const fs::path manifest_path = directory / kManifestName;
@@ -184,7 +186,11 @@ void StageStore::State::open_on_root(const std::map<std::string, std::string>& f
     check_files();
   }
   manifest.fingerprint = fingerprint;
-  if (!known || !resume) write_text_durably(manifest_path, to_text(manifest));
+  if (!known || !resume) {
+    if (discard) discard();
+    manifest.run = make_session();
+    write_text_durably(manifest_path, to_text(manifest));
+  }
   create_folder_durably(folder);
   remove_orphans();
 }
@@ -231,7 +237,8 @@ StageEntry StageStore::State::write_description(const std::string& stage, const 
   return entry;
 }
 
-StageStore::StageStore(fs::path directory, Ranks ranks, std::map<std::string, std::string> fingerprint, bool resume)
+StageStore::StageStore(fs::path directory, Ranks ranks, std::map<std::string, std::string> fingerprint, bool resume,
+                       const std::function<void()>& discard)
     : state_(std::make_unique<State>()) {
   state_->directory = fs::absolute(directory).lexically_normal();
   state_->folder = state_->directory / kStagesName;
@@ -241,7 +248,7 @@ StageStore::StageStore(fs::path directory, Ranks ranks, std::map<std::string, st
   constexpr size_t kSessionLength = 8;
   const std::vector<std::string> all = state_->exchange([&] {
     if (!state_->is_root()) return std::string();
-    state_->open_on_root(fingerprint, resume);
+    state_->open_on_root(fingerprint, resume, discard);
     return make_session() + to_text(state_->manifest);
   });
   state_->session = all[0].substr(0, kSessionLength);
@@ -249,6 +256,10 @@ StageStore::StageStore(fs::path directory, Ranks ranks, std::map<std::string, st
 }
 
 StageStore::~StageStore() = default;
+
+std::string StageStore::run() const {
+  return state_->manifest.run;
+}
 
 std::vector<StageInfo> StageStore::stages() const {
   std::vector<StageInfo> list;

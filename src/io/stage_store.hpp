@@ -51,11 +51,16 @@ class StageStore {
   };
   /// Collective. resume = false discards whatever stages the directory held.
   /// fingerprint: name -> value ("model", "tokens", "recipe", "version", ...); compared with the manifest's on open.
+  /// discard: called on rank 0 before a run is begun anew there, once the directory is locked and before the manifest
+  /// says so: removes what the former run left elsewhere.
   /// Errors: Error(usage) when the work directory is locked by a live job (host, pid, job id named; a dead owner's lock
   /// is taken over), Error(usage) naming each changed fingerprint entry, when resuming.
-  StageStore(std::filesystem::path directory, Ranks ranks, std::map<std::string, std::string> fingerprint, bool resume);
+  StageStore(std::filesystem::path directory, Ranks ranks, std::map<std::string, std::string> fingerprint, bool resume,
+             const std::function<void()>& discard = {});
   ~StageStore();
 
+  /// Names this run, from its beginning through all restarts.
+  std::string run() const;
   /// Stages in the manifest, oldest first. Names are unique.
   std::vector<StageInfo> stages() const;
   bool has(const std::string& stage) const;

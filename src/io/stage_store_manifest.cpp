@@ -12,7 +12,7 @@ using nlohmann::json;
 
 constexpr const char* kManifestFormat = "shardq work directory";
 constexpr const char* kStageFormat = "shardq stage";
-constexpr int kFormatVersion = 1;
+constexpr int kFormatVersion = 2;  // 2: codes may be in output shards
 
 // Checksums as text: JSON numbers above 2^53 are not safe in other readers.
 std::string hex(uint64_t value) {
@@ -47,9 +47,10 @@ json unseal(const char* format, const std::string& text, const std::filesystem::
                "{} is damaged: expected a complete JSON file of format \"{}\", found {} bytes that are not",
                path.string(), format, text.size());
   // Before the checksum: a later version may compute that in another way.
-  SHARDQ_CHECK(sealed["version"].get<int64_t>() <= kFormatVersion, ExitCode::usage,
-               "{} was written by a later shardq: format version {}, this one reads up to {}", path.string(),
-               sealed["version"].get<int64_t>(), kFormatVersion);
+  const auto version = sealed["version"].get<int64_t>();
+  SHARDQ_CHECK(version == kFormatVersion, ExitCode::usage,
+               "{} was written by {} shardq: format version {}, this one reads {}; start anew with --resume never",
+               path.string(), version > kFormatVersion ? "a later" : "an earlier", version, kFormatVersion);
   SHARDQ_CHECK(sealed.contains("content") && sealed.value("checksum", json()) == checksum_text(dump(sealed["content"])),
                ExitCode::disk, "{} is damaged: its checksum does not match its content", path.string());
   return sealed["content"];
@@ -188,7 +189,7 @@ std::string to_text(const Manifest& manifest) {
                       {"description", file_json(stage.description)},
                       {"checksum", hex(stage.description_checksum)},
                       {"files", files_json(stage.files)}});
-  json content = {{"fingerprint", manifest.fingerprint}, {"stages", std::move(stages)}};
+  json content = {{"run", manifest.run}, {"fingerprint", manifest.fingerprint}, {"stages", std::move(stages)}};
   content["finished"] = manifest.finished ? json(*manifest.finished) : json();
   return seal(kManifestFormat, content);
 }
@@ -196,6 +197,7 @@ std::string to_text(const Manifest& manifest) {
 Manifest manifest_from_text(const std::string& text, const std::filesystem::path& path) {
   return read_content(kManifestFormat, text, path, [](const json& content) {
     Manifest manifest;
+    manifest.run = content.at("run").get<std::string>();
     manifest.fingerprint = content.at("fingerprint").get<std::map<std::string, std::string>>();
     if (!content.at("finished").is_null()) manifest.finished = content.at("finished").get<std::string>();
     for (const json& value : content.at("stages"))

@@ -76,12 +76,13 @@ struct StageEntry {
 };
 
 struct Manifest {
+  std::string run;  ///< drawn when the run was begun
   std::map<std::string, std::string> fingerprint;
   std::vector<StageEntry> stages;  ///< oldest first
   std::optional<std::string> finished;
 };
 std::string to_text(const Manifest& manifest);
-/// Errors: Error(disk) naming `path` when damaged, Error(usage) when a later version of shardq wrote it.
+/// Errors: Error(disk) naming `path` when damaged, Error(usage) when another version of shardq wrote it.
 Manifest manifest_from_text(const std::string& text, const std::filesystem::path& path);
 
 /// One line a changed, added or missing entry, joined by "; "; empty when both agree.

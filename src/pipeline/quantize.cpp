@@ -113,14 +113,20 @@ int64_t Run::start_layer() {
 void Run::safe_point() {
   report_progress("a chunk of tokens");
   fault_point("safe_point");
-  int64_t flags[] = {stop_requested(), store_.writing()};
+  std::vector<int64_t> flags = stages_.state();
+  flags.push_back(stop_requested());
   {
     PhaseTimer timer(job_.seconds, "wait");  // for the slowest rank
-    job_.host.all_reduce_sum(flags, 2);
+    job_.host.all_reduce_sum(flags.data(), static_cast<int64_t>(flags.size()));
   }
-  // A stage that every rank has written is committed at the next safe point, not only when another one follows.
-  if (store_.in_flight() && flags[1] == 0) agree(job_.host, [&] { store_.complete(); });
-  if (flags[0] == 0) return;
+  const bool stop = flags.back() > 0;
+  flags.pop_back();
+  const TapStages::Standing standing = stages_.accept(flags);
+  // A stage that every rank has written is committed at the next safe point, not only when another one follows; and a
+  // tap that has waited long enough need not wait for the next one.
+  if (store_.in_flight() && !standing.writing) agree(job_.host, [&] { store_.complete(); });
+  if (!stop && stages_.is_due(standing)) agree(job_.host, [&] { stages_.write_due(standing); });
+  if (!stop) return;
   agree(job_.host, [&] {
     stages_.flush();
     store_.complete();
@@ -248,8 +254,7 @@ void Run::layer(const LayerSpec& layer) {
 
   std::vector<TapHessian> ahead;  // sequential: layer
   const bool by_layer = !rtn() && job_.recipe.sequential == Sequential::layer;
-  const bool nothing_new = all_stored(layer);
-  if (by_layer && !nothing_new) ahead = solver.accumulate_all(*forward, chunks_);
+  if (by_layer && !all_stored(layer)) ahead = solver.accumulate_all(*forward, chunks_);
 
   for (Tap tap : kTaps) {
     Tensor& stack = weights.taps[static_cast<size_t>(tap)];
@@ -274,10 +279,10 @@ void Run::layer(const LayerSpec& layer) {
   }
   if (forward && layer.index + 1 < job_.spec.layers) solver.finish(*forward, chunks_);
   PhaseTimer timer(job_.seconds, "write");
-  // A shard of an earlier run whose codes were lost with it is written again: it may differ in a few where results hang
-  // on the number of ranks.
+  // A shard that no digest vouches for is written again: an earlier life of the run may have solved other codes, where
+  // results hang on the number of ranks.
   agree(job_.host, [&] {
-    if (!nothing_new || !output_.has_shard(layer)) output_.write(layer);
+    if (!stages_.needs_shard(layer) || !output_.has_shard(layer)) output_.write(layer);
   });
   fault_point("layer_done");
 }
@@ -371,10 +376,10 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
     fit = fit_to_memory(recipe, inputs, machine, reduce);
   });
 
-  const bool had_work = StageStore::peek_fingerprint(work).has_value();
+  const bool had_work = recipe.resume != ResumeMode::never && StageStore::peek_fingerprint(work).has_value();
   SHARDQ_CHECK(had_work || recipe.resume != ResumeMode::require, ExitCode::usage,
                "--resume require: {} holds no run to resume", work.string());
-  const bool resuming = had_work && recipe.resume != ResumeMode::never;
+  const bool resuming = had_work;
   host.barrier();  // everyone has looked before rank 0 changes anything
   std::unique_ptr<StageStore> store;
   agree(host, [&] {
@@ -390,7 +395,7 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
           work,
           StageStore::Ranks{host.rank(), host.size(),
                             [&host](const std::string& mine) { return all_gather_strings(host, mine); }},
-          fingerprint, resuming);
+          fingerprint, resuming, [&] { OutputWriter::discard(recipe.output); });
     } catch (const Error& error) {
       if (!resuming || error.code() != ExitCode::disk) throw;
       fail(ExitCode::disk, "{} (--resume never starts anew)", error.what());
@@ -410,16 +415,16 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
   bool published = false;
   agree(host, [&] { published = resuming && published_by_us(recipe); });
   if (published) {
+    agree(host, [&] {
+      if (host.rank() == 0) OutputWriter::remove_marker(recipe.output);
+    });
     agree(host, [&] { store->finish(recipe.output); });
     if (host.rank() == 0) fmt::print("already finished: {}\n", recipe.output);
     return ExitCode::ok;
   }
   std::unique_ptr<OutputWriter> writer;
   agree(host, [&] {
-    if (host.rank() == 0) {
-      if (!resuming) std::filesystem::remove_all(recipe.output + ".partial");
-      writer = std::make_unique<OutputWriter>(recipe.output);
-    }
+    if (host.rank() == 0) writer = std::make_unique<OutputWriter>(recipe.output, store->run());
   });
   agree(host, [&] {
     if (host.rank() != 0) writer = std::make_unique<OutputWriter>(recipe.output);
@@ -455,9 +460,10 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
   }
   LayerOutput output(job, *writer);
   agree(host, [&] { output.start_rest(); });
-  Run run(job, *store, *writer, output, resuming);
-  run.layers();
-  run.finish();
+  std::optional<Run> run;
+  agree(host, [&] { run.emplace(job, *store, *writer, output, resuming); });
+  run->layers();
+  run->finish();
 
   RunSummary summary;
   summary.output = recipe.output;
@@ -467,7 +473,7 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
   summary.reduce = to_string(job.reduce);
   summary.read = job.read == ReadMode::share ? "share" : "all";
   summary.chunk_tokens = fit.chunk_tokens;
-  summary.offload = run.offloaded();
+  summary.offload = run->offloaded();
   summary.samples = inputs.tokens->size();
   summary.tokens = inputs.tokens->tokens();
   summary.input_bytes = inputs.checkpoint->total_bytes();
@@ -481,18 +487,18 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
     if (host.rank() != 0) return;
     // Reports first: once the output has its final name, nothing must be missing. A kill between the two is seen by
     // published_by_us.
-    write_reports(job, run.report(), writer->partial(), summary, phases);
+    write_reports(job, run->report(), writer->partial(), summary, phases);
     output.publish();
     fault_point("published");
   });
   agree(host, [&] { store->finish(recipe.output); });
-  if (host.rank() == 0) fmt::print("{}", readable_summary(summary, run.report(), phases[0]));
-  const double share = static_cast<double>(run.report().fallbacks()) /
-                       std::max<double>(1.0, static_cast<double>(run.report().records().size()));
+  if (host.rank() == 0) fmt::print("{}", readable_summary(summary, run->report(), phases[0]));
+  const double share = static_cast<double>(run->report().fallbacks()) /
+                       std::max<double>(1.0, static_cast<double>(run->report().records().size()));
   if (share > recipe.max_rtn_fraction) {
     if (host.rank() == 0)
       spdlog::error("{} of {} modules fell back to rounding, more than max_rtn_fraction {}; see {}/report.json",
-                    run.report().fallbacks(), run.report().records().size(), recipe.max_rtn_fraction, work.string());
+                    run->report().fallbacks(), run->report().records().size(), recipe.max_rtn_fraction, work.string());
     return ExitCode::fallbacks;
   }
   return ExitCode::ok;

@@ -15,11 +15,12 @@ std::optional<int64_t> asked_slices() {
   return text ? std::optional(std::max<int64_t>(0, std::atoll(text))) : std::nullopt;
 }
 
-/// Pieces of at least 64 MiB, which links carry at full rate; more than four would hide little more.
-int64_t slices_for(int64_t triangle_bytes) {
+/// Pieces of at least 64 MiB, which links carry at full rate; more than four would hide little more, and more than the
+/// matrices of an owner would be empty.
+int64_t slices_for(int64_t triangle_bytes, int64_t matrices_of_owner) {
   constexpr int64_t kLeastBytes = int64_t{64} << 20, kMost = 4;
-  if (const auto asked = asked_slices()) return std::max<int64_t>(1, *asked);
-  return std::clamp<int64_t>(triangle_bytes / kLeastBytes, 1, kMost);
+  const int64_t wanted = asked_slices().value_or(std::min(triangle_bytes / kLeastBytes, kMost));
+  return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, matrices_of_owner));
 }
 
 /// Which of rank's matrices a slice has.
@@ -73,7 +74,7 @@ TapSolver::Reduction TapSolver::reduction(Tap tap, Range wave) const {
   // One matrix: its rows are independent given the factor, so ranks take rows, and all need the Hessian.
   out.scatter = wave.size() > 1 && !shared_hessian(tap) && job_.reduce == ReducePlan::reduce_scatter;
   const int64_t cols = job_.spec.tap_shape(layer_, tap).cols;
-  if (wave.size() > 1) out.slices = slices_for(wave.size() * (cols * (cols + 1) / 2) * 4);
+  if (wave.size() > 1) out.slices = slices_for(wave.size() * (cols * (cols + 1) / 2) * 4, out.owners[0].size());
   return out;
 }
 

@@ -187,16 +187,20 @@ TapResult TapSolver::solve(Tap tap, LayerForward& forward, ChunkStore& chunks, c
     TapHessian hessian = with_room(chunks, [&] { return new_hessian(tap, range); });
     const std::optional<Reduction> early =
         send && leaves_early(tap, range) ? std::optional(reduction(tap, range)) : std::nullopt;
-    int64_t left = chunks.size();
+    int64_t visited = 0;
     const auto add_chunk = [&](ChunkState& chunk) {
-      add(hessian, tap, forward, chunks, chunk, --left == 0 && early ? &*early : nullptr);
+      add(hessian, tap, forward, chunks, chunk, ++visited == job_.most_chunks && early ? &*early : nullptr);
+    };
+    // Ranks with fewer chunks than others send where those add their last one: collectives come in the same order
+    // everywhere, safe points among them.
+    const auto send_rest = [&] {
+      if (early) start(hessian, *early);
     };
     if (owned(tap) && tap == Tap::gate_up && !chunks.offloaded())
       each_chunk_in_turns(
           chunks, true, [&](ChunkState& chunk) { move(tap, forward, chunks, chunk); }, add_chunk);
     else
-      each_chunk(chunks, add_chunk);
-    if (early) start(hessian, *early);  // on a rank without chunks
+      each_chunk(chunks, add_chunk, send_rest);
     reduce_exact(hessian, tap);
     return hessian;
   };

@@ -71,8 +71,10 @@ class TapSolver {
   bool shared_hessian(Tap tap) const;
 
  private:
-  /// body and safe point for every chunk, then the safe points that ranks with more chunks still make.
-  void each_chunk(ChunkStore& chunks, const std::function<void(ChunkState&)>& body);
+  /// body and safe point for every chunk, then the safe points that ranks with more chunks still make. before_last:
+  /// collectives, which all ranks make before the last safe point.
+  void each_chunk(ChunkStore& chunks, const std::function<void(ChunkState&)>& body,
+                  const std::function<void()>& before_last = {});
   TapHessian new_hessian(Tap tap, Range matrices);
   /// How the Hessians of a wave come to those who solve: scattered over its matrices, or everywhere.
   struct Reduction {

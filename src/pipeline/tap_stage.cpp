@@ -71,7 +71,8 @@ TapStages::TapStages(Job& job, StageStore& store, LayerOutput& output) : job_(jo
         last_layer_[stage.name] = std::max(last_layer_[stage.name], layer_of(tap));
       }
     } catch (const nlohmann::json::exception& error) {
-      fail(ExitCode::disk, "stage {}: its text cannot be read: {}", stage.name, error.what());
+      fail(ExitCode::disk, "stage {}: its text cannot be read: {}; start anew with --resume never", stage.name,
+           error.what());
     }
   }
 }
@@ -160,15 +161,22 @@ void TapStages::put(const LayerSpec& layer, Tap tap, const TapResult& result, st
                       .digest = 0,
                       .since = {}});
   const Standing now = look();
-  if (now.over_limit) return write(waiting_.size());
-  if (now.writing || now.overdue == 0) return;
+  if (is_due(now)) write_due(now);
+}
+
+bool TapStages::is_due(const Standing& standing) const {
+  return standing.over_limit || (!standing.writing && standing.overdue > 0);
+}
+
+void TapStages::write_due(const Standing& standing) {
+  if (standing.over_limit) return write(waiting_.size());
   // Those in shards cost nothing, but a tap must not be stored before one that was solved before it.
-  auto count = static_cast<size_t>(now.overdue);
+  auto count = static_cast<size_t>(standing.overdue);
   while (count < waiting_.size() && waiting_[count].digest != 0) ++count;
   write(count);
 }
 
-TapStages::Standing TapStages::look() {
+std::vector<int64_t> TapStages::state() {
   output_.poll();
   // Memory bounds how much may wait: a few layers.
   constexpr int64_t kMostWaiting = int64_t{4} << 30;
@@ -183,12 +191,21 @@ TapStages::Standing TapStages::look() {
   known[0] = store_.writing();
   known[1] = bytes > kMostWaiting;
   known[2] = job_.host.rank() == 0 ? overdue : 0;
-  job_.host.all_reduce_sum(known.data(), static_cast<int64_t>(known.size()));
+  return known;
+}
+
+TapStages::Standing TapStages::accept(std::span<const int64_t> sums) {
   for (size_t i = 0; i < waiting_.size(); ++i) {
-    waiting_[i].digest = static_cast<uint64_t>(known[3 + i]);
+    waiting_[i].digest = static_cast<uint64_t>(sums[3 + i]);
     if (waiting_[i].digest != 0) waiting_[i].host.reset();
   }
-  return {.writing = known[0] > 0, .over_limit = known[1] > 0, .overdue = known[2]};
+  return {.writing = sums[0] > 0, .over_limit = sums[1] > 0, .overdue = sums[2]};
+}
+
+TapStages::Standing TapStages::look() {
+  std::vector<int64_t> known = state();
+  job_.host.all_reduce_sum(known.data(), static_cast<int64_t>(known.size()));
+  return accept(known);
 }
 
 void TapStages::flush() {

@@ -1,6 +1,7 @@
 #pragma once
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,18 @@ class TapStages {
   void put(const LayerSpec& layer, Tap tap, const TapResult& result, std::shared_ptr<const HostTap> host);
   /// Starts writing everything that waits (waiting for the stage in flight first). Collective.
   void flush();
+  /// What all ranks know of the taps that wait.
+  struct Standing {
+    bool writing;     ///< some rank's part of the stage in flight
+    bool over_limit;  ///< of memory
+    int64_t overdue;  ///< so many have waited long enough
+  };
+  /// This rank's part of a standing; its sum over ranks, as many numbers, goes to accept().
+  std::vector<int64_t> state();
+  Standing accept(std::span<const int64_t> sums);
+  bool is_due(const Standing& standing) const;
+  /// Starts writing what is due. Collective.
+  void write_due(const Standing& standing);
   /// Stages that hold nothing of `layer` or later.
   std::vector<std::string> stages_before(int64_t layer) const;
 
@@ -49,12 +62,6 @@ class TapStages {
   struct Stored {
     std::string stage;
     uint64_t digest = 0;  ///< not 0: the codes are in the layer's shard
-  };
-  /// What all ranks know of the taps that wait.
-  struct Standing {
-    bool writing;     ///< some rank's part of the stage in flight
-    bool over_limit;  ///< of memory
-    int64_t overdue;  ///< so many have waited long enough
   };
   Standing look();
   void write(size_t count);

@@ -171,12 +171,13 @@ void TapSolver::each_chunk_in_turns(ChunkStore& chunks, bool settle_each, const 
   }
 }
 
-void TapSolver::each_chunk(ChunkStore& chunks, const std::function<void(ChunkState&)>& body) {
-  for (int64_t i = 0; i < chunks.size(); ++i) {
-    chunks.visit(i, body);
+void TapSolver::each_chunk(ChunkStore& chunks, const std::function<void(ChunkState&)>& body,
+                           const std::function<void()>& before_last) {
+  for (int64_t i = 0; i < job_.most_chunks; ++i) {
+    if (i < chunks.size()) chunks.visit(i, body);
+    if (before_last && i + 1 == job_.most_chunks) before_last();
     safe_point_();
   }
-  for (int64_t extra = chunks.size(); extra < job_.most_chunks; ++extra) safe_point_();
 }
 
 }  // namespace shardq

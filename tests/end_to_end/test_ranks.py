@@ -110,10 +110,13 @@ class Ranks(ProgramTest):
                 for late in ({}, {"SHARDQ_LATE_COLLECTIVES": "1"}):
                     other = self.job(f"{name}.{slices}{len(late)}", *arguments, ranks=ranks, environment={"SHARDQ_REDUCE_SLICES": str(slices), **late})
                     self.assert_same(once, other)
-        # Ranks without a chunk take part in every slice.
-        few = (*plain[:2], "--set", "calibration.max_samples=2", "--set", "parallel.reduce=reduce_scatter")
-        once = self.job("few", *few, ranks=4, environment={"SHARDQ_REDUCE_SLICES": "0"})
-        self.assert_same(once, self.job("few_slices", *few, ranks=4, environment={"SHARDQ_REDUCE_SLICES": "3"}))
+        # Ranks with fewer chunks than others, and with none, take part in every slice, at the same place among the collectives.
+        for ranks, plan, samples in ((4, "reduce_scatter", 2), (2, "reduce_scatter", 3), (3, "all_reduce", 5)):
+            few = (*plain[:2], "--set", "calibration.chunk_tokens=128", "--set", f"calibration.max_samples={samples}", "--set", f"parallel.reduce={plan}",
+                   "--set", "watchdog_seconds=20")  # fmt: skip
+            once = self.job(f"few{ranks}", *few, ranks=ranks, environment={"SHARDQ_REDUCE_SLICES": "0"})
+            for slices in ("1", "3"):
+                self.assert_same(once, self.job(f"few{ranks}.{slices}", *few, ranks=ranks, environment={"SHARDQ_REDUCE_SLICES": slices}))
 
     def test_shares_of_the_weights_give_the_same(self):
         one, share = self.job("one"), ("--set", "parallel.read=share")

@@ -157,10 +157,13 @@ TEST_F(StageStoreDamage, ADamagedDescriptionIsFound) {
 TEST_F(StageStoreDamage, ALaterFormatIsRefusedAsSuch) {
   const fs::path path = work_ / "manifest.json";
   std::string text = file_text(path);
-  const std::string version = "\"version\":1";
-  text.replace(text.find(version), version.size(), "\"version\":2");
+  const std::string version = "\"version\":2";
+  text.replace(text.find(version), version.size(), "\"version\":3");
   put_file(path, text);
-  expect_error([&] { open(); }, ExitCode::usage, {path.string(), "version 2", "up to 1"});
+  expect_error([&] { open(); }, ExitCode::usage, {path.string(), "a later", "version 3", "reads 2"});
+  text.replace(text.find("\"version\":3"), version.size(), "\"version\":1");
+  put_file(path, text);
+  expect_error([&] { open(); }, ExitCode::usage, {path.string(), "an earlier", "version 1", "--resume never"});
 }
 
 /// Limits the size of files that this process writes, as a full disk would.
