@@ -8,6 +8,7 @@
 #   two_gpus   the same jobs on 1 and all GPUs, every plan       whole      all 48 layers of Qwen3-30B-A3B on 1 and all GPUs
 #   restart    killed on all GPUs, resumed on one, and back      faults     SIGKILL and SIGSTOP of one rank
 #   study      scaling_study.py over tokens, GPUs and plans      eight      all of Qwen3-30B-A3B on 1, 2, 4, 8 GPUs, DeepSeek-V3's experts on all
+#   kernels    bench_cuda_kernels, bench_cuda_forward and the same with SHARDQ_DISPATCH=scatter
 #   quality    a real model quantized in several ways, against the CPU (needs QUALITY=FOLDER, see bench/quality.py)
 #   sanitizer  compute-sanitizer on a few tests                  predict    the prediction beside what the other stages measured
 #
@@ -17,7 +18,7 @@
 # CMAKE_ARGS, PYTHON, DEVICE=cpu and SCALE=tiny for a rehearsal without a GPU.
 # shellcheck disable=SC2086,SC2317 # CMAKE_ARGS are words; stages are called by name
 set -u
-[ $# -ge 1 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,18s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 home=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mkdir -p "$1" || exit 2
 results=$(cd "$1" && pwd)
@@ -42,7 +43,7 @@ else
 fi
 model=qwen3-30b-a3b:4
 
-declare -A limits=([build]=420 [tests]=300 [links]=90 [one_gpu]=420 [two_gpus]=540 [whole]=540 [restart]=300 [faults]=420 [study]=560 [eight]=580 [sanitizer]=300 [predict]=60 [quality]=120)
+declare -A limits=([build]=420 [tests]=300 [links]=90 [one_gpu]=420 [two_gpus]=540 [whole]=540 [restart]=300 [faults]=420 [study]=560 [eight]=580 [sanitizer]=300 [predict]=60 [quality]=120 [kernels]=120)
 
 # Ends before the stage's limit by itself, so that what it has measured so far is kept.
 inner() { echo $((limit - 15)); }
@@ -57,8 +58,14 @@ stage_tests() {
   # The libraries that our own kernels replace.
   SHARDQ_FACTOR=library SHARDQ_UPDATE=library timeout 60 "$BUILD/tests/equivalence" --gtest_brief=1 \
     --gtest_filter='Factorize*:LinearEquivalence.*Block*:Gptq*' || code=1
+  # The kernel that waits for its first run here.
+  SHARDQ_DISPATCH=scatter timeout 60 "$BUILD/tests/equivalence" --gtest_brief=1 --gtest_filter='Routing.*' || code=1
   ctest --test-dir "$BUILD" -R ranks_nccl --output-on-failure --timeout 120 || code=1
   return "$code"
+}
+stage_kernels() {
+  "$BUILD/bench/bench_cuda_kernels" --json "$results/h200_kernels.json" && "$BUILD/bench/bench_cuda_forward" "$results/h200_forward.json" &&
+    SHARDQ_DISPATCH=scatter "$BUILD/bench/bench_cuda_forward" "$results/forward_scatter.json"
 }
 stage_links() { "$PYTHON" bench/links.py --gpus "$GPUS" --out "$results/h200x${GPUS}_links.json"; }
 stage_one_gpu() {
