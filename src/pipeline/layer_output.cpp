@@ -47,7 +47,7 @@ int64_t first_row_of(const ModelSpec& spec, const LayerSpec& layer, const Linear
 LayerOutput::LayerOutput(Job& job, OutputWriter& writer) : job_(job), writer_(writer) {}
 
 LayerOutput::~LayerOutput() {
-  if (pending_.valid()) pending_.wait();
+  for (const Pending& one : pending_) one.digests.wait();
   if (rest_.valid()) rest_.wait();
 }
 
@@ -179,29 +179,49 @@ HostTap LayerOutput::read(const LayerSpec& layer, Tap tap, uint64_t digest) cons
 
 void LayerOutput::write(const LayerSpec& layer) {
   if (!owns(layer)) return;
-  wait();
+  poll();
+  throw_failure();
   const HostTaps taps = std::exchange(taps_, {});
-  pending_layer_ = layer.index;
-  pending_ = std::async(std::launch::async, [this, &layer, taps] {
-    writer_.write_shard(layer.index + 1, shard_count(), layer_tensors(layer, taps));
-    Digests digests{};
-    for (Tap tap : kTaps)
-      if (const auto& host = taps[static_cast<size_t>(tap)])
-        digests[static_cast<size_t>(tap)] = digest_of(layer, tap, *host);
-    return digests;
-  });
+  int64_t bytes = 0;
+  for (const auto& host : taps)
+    if (host) bytes += host->row_count * host->cols;
+  constexpr int64_t kMostBytes = int64_t{4} << 30;  // of codes in flight, and as much again for what they are packed to
+  constexpr size_t kMostWrites = 3;
+  const auto in_flight = [&] {
+    int64_t sum = 0;
+    for (const Pending& one : pending_) sum += one.bytes;
+    return sum;
+  };
+  while (!pending_.empty() && (pending_.size() >= kMostWrites || in_flight() + bytes > kMostBytes)) collect();
+  throw_failure();
+  pending_.push_back({layer.index, bytes, std::async(std::launch::async, [this, &layer, taps] {
+                        writer_.write_shard(layer.index + 1, shard_count(), layer_tensors(layer, taps));
+                        Digests digests{};
+                        for (Tap tap : kTaps) {
+                          const auto t = static_cast<size_t>(tap);
+                          if (taps[t]) digests[t] = digest_of(layer, tap, *taps[t]);
+                        }
+                        return digests;
+                      })});
 }
 
 void LayerOutput::poll() {
-  if (pending_.valid() && pending_.wait_for(std::chrono::seconds(0)) == std::future_status::ready) collect();
+  while (!pending_.empty() && pending_.front().digests.wait_for(std::chrono::seconds(0)) == std::future_status::ready)
+    collect();
 }
 
 void LayerOutput::collect() {
+  Pending done = std::move(pending_.front());
+  pending_.pop_front();
   try {
-    digests_[pending_layer_] = pending_.get();
+    digests_[done.layer] = done.digests.get();
   } catch (...) {
-    failure_ = std::current_exception();
+    if (!failure_) failure_ = std::current_exception();
   }
+}
+
+void LayerOutput::throw_failure() {
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
 uint64_t LayerOutput::digest(int64_t layer, Tap tap) const {
@@ -210,8 +230,8 @@ uint64_t LayerOutput::digest(int64_t layer, Tap tap) const {
 }
 
 void LayerOutput::wait() {
-  if (pending_.valid()) collect();
-  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  while (!pending_.empty()) collect();
+  throw_failure();
   if (rest_.valid() && rest_.wait_for(std::chrono::seconds(0)) == std::future_status::ready) rest_.get();
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 #include <array>
+#include <deque>
 #include <exception>
 #include <future>
 #include <map>
@@ -25,14 +26,15 @@ class LayerOutput {
   std::filesystem::path shard_path(const LayerSpec& layer) const;
   /// Takes a finished tap, whole (owner only).
   void add(const LayerSpec& layer, Tap tap, std::shared_ptr<const HostTap> host);
-  /// Packs and writes the layer's shard in the background (owner only). Waits for the former layer's write first.
+  /// Packs and writes the layer's shard in the background (owner only), beside those of the layers before as far as
+  /// memory allows: disks are not steady, and a job should not wait for a slow second.
   void write(const LayerSpec& layer);
   /// Starts writing the shard of everything that is in no layer (rank 0 only), unless an earlier run has: nothing in it
   /// depends on what is solved.
   void start_rest();
-  /// Waits for the layer's write in flight; throws its Error, or that of the rest where it has ended.
+  /// Waits for the writes of layers in flight; throws their first Error, or that of the rest where it has ended.
   void wait();
-  /// Takes note of a write that has ended meanwhile. An Error of it is kept for wait().
+  /// Takes note of writes that have ended meanwhile. An Error of theirs is kept for write() and wait().
   void poll();
   /// Digest of a tap's codes, scales and zero points, once they are durable in a shard that this rank wrote since it
   /// started; 0 otherwise, and on all other ranks.
@@ -59,14 +61,19 @@ class LayerOutput {
   template <class Body>
   void for_quantized(const LayerSpec& layer, Tap tap, const Body& body) const;
   uint64_t digest_of(const LayerSpec& layer, Tap tap, const HostTap& host) const;
+  /// Waits for the oldest write in flight.
   void collect();
+  void throw_failure();
 
   Job& job_;
   OutputWriter& writer_;
   HostTaps taps_;
-  std::future<Digests> pending_;
-  int64_t pending_layer_ = -1;
-  std::exception_ptr failure_;
+  struct Pending {
+    int64_t layer, bytes;
+    std::future<Digests> digests;
+  };
+  std::deque<Pending> pending_;         ///< oldest first
+  std::exception_ptr failure_;          ///< the first
   std::map<int64_t, Digests> digests_;  ///< by layer
   std::future<void> rest_;
 };
