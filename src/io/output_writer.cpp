@@ -135,8 +135,9 @@ void OutputWriter::discard(const fs::path& output) {
 }
 
 void OutputWriter::remove_marker(const fs::path& output) {
+  const fs::path place = without_trailing_slash(output);
   std::error_code ignored;
-  fs::remove(without_trailing_slash(output) / kMarker, ignored);
+  if (fs::remove(place / kMarker, ignored)) sync_folder(place);  // or a loss of power would bring it back
 }
 
 std::string OutputWriter::shard_name(int64_t k, int64_t n) {

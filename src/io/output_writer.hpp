@@ -36,7 +36,7 @@ class OutputWriter {
   explicit OutputWriter(std::filesystem::path output, const std::string& run = {});
   /// Removes the partial folder of an `output`, durably.
   static void discard(const std::filesystem::path& output);
-  /// Removes the mark from a published output, if a kill has left it there.
+  /// Removes the mark from a published output, durably, if a kill has left it there.
   static void remove_marker(const std::filesystem::path& output);
   const std::filesystem::path& partial() const { return partial_; }
   /// model-0000k-of-0000n.safetensors, k from 1; model.safetensors where there is only one (and then no index, as

@@ -78,6 +78,26 @@ TEST(OutputWriter, CountsTheParametersOfAPackedMatrixOnce) {
   EXPECT_EQ(index["metadata"]["total_size"], 24 + 16 + 6 + 16);
 }
 
+TEST(OutputWriter, APartialFolderIsOneRuns) {
+  const TempFolder folder;
+  OutputWriter(folder / "out", "a1").write_shard(1, 2, {tensor("a")});
+  EXPECT_TRUE(OutputWriter(folder / "out", "a1").has_shard(1, 2));
+  EXPECT_ERROR(ExitCode::usage, ({"out.partial", "another run"}), OutputWriter(folder / "out", "b2"));
+  std::filesystem::remove(folder.path() / "out.partial" / ".shardq-run");
+  EXPECT_ERROR(ExitCode::usage, ({"out.partial", "model-00001-of-00002", "no mark"}),
+               OutputWriter(folder / "out", "a1"));
+  OutputWriter::discard(folder / "out/");
+  EXPECT_EQ(folder.names(), std::vector<std::string>{});
+  OutputWriter writer(folder / "out", "b2");
+  writer.write_shard(1, 1, {tensor("a")});
+  writer.publish(1, "{}", {}, {});
+  EXPECT_FALSE(std::filesystem::exists(folder.path() / "out" / ".shardq-run"));
+  // What a kill between the two last steps leaves.
+  write_file(folder.path() / "out" / ".shardq-run", "b2");
+  OutputWriter::remove_marker(folder / "out");
+  EXPECT_FALSE(std::filesystem::exists(folder.path() / "out" / ".shardq-run"));
+}
+
 TEST(OutputWriter, RefusesAnOutputThatHoldsSomething) {
   const TempFolder folder;
   std::filesystem::create_directory(folder / "out");
