@@ -8,6 +8,7 @@
 #   two_gpus   the same jobs on 1 and all GPUs, every plan       whole      all 48 layers of Qwen3-30B-A3B on 1 and all GPUs
 #   restart    killed on all GPUs, resumed on one, and back      faults     SIGKILL and SIGSTOP of one rank
 #   study      scaling_study.py over tokens, GPUs and plans      eight      all of Qwen3-30B-A3B on 1, 2, 4, 8 GPUs, DeepSeek-V3's experts on all
+#   slices     sums of experts at once and in slices beside the last chunk: what the latter hides
 #   kernels    bench_cuda_kernels, bench_cuda_forward and the same with SHARDQ_DISPATCH=scatter
 #   quality    a real model quantized in several ways, against the CPU (needs QUALITY=FOLDER, see bench/quality.py)
 #   sanitizer  compute-sanitizer on a few tests                  predict    the prediction beside what the other stages measured
@@ -18,7 +19,7 @@
 # CMAKE_ARGS, PYTHON, DEVICE=cpu and SCALE=tiny for a rehearsal without a GPU.
 # shellcheck disable=SC2086,SC2317 # CMAKE_ARGS are words; stages are called by name
 set -u
-[ $# -ge 1 ] || { sed -n '2,18s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,19s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 home=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mkdir -p "$1" || exit 2
 results=$(cd "$1" && pwd)
@@ -43,7 +44,7 @@ else
 fi
 model=qwen3-30b-a3b:4
 
-declare -A limits=([build]=420 [tests]=300 [links]=90 [one_gpu]=420 [two_gpus]=540 [whole]=540 [restart]=300 [faults]=420 [study]=560 [eight]=580 [sanitizer]=300 [predict]=60 [quality]=120 [kernels]=120)
+declare -A limits=([build]=420 [tests]=300 [links]=90 [one_gpu]=420 [two_gpus]=540 [whole]=540 [restart]=300 [faults]=420 [study]=560 [eight]=580 [sanitizer]=300 [predict]=60 [quality]=120 [kernels]=120 [slices]=240)
 
 # Ends before the stage's limit by itself, so that what it has measured so far is kept.
 inner() { echo $((limit - 15)); }
@@ -75,6 +76,14 @@ stage_one_gpu() {
 stage_two_gpus() {
   "$PYTHON" bench/production.py "${common[@]}" --out "$results/production_$GPUS.json" --work "$WORK/p" --limit-seconds "$(inner)" --ranks "1,$GPUS" --plans "$plans" \
     "llama-3-8b:$llama:$long" "qwen3-30b-a3b:$qwen:$long" "qwen3-30b-a3b:$qwen:$short"
+}
+stage_slices() {
+  local slices layers=8
+  [ "$SCALE" != tiny ] || layers=3
+  for slices in 0 auto; do
+    SHARDQ_REDUCE_SLICES=$slices "$PYTHON" bench/production.py "${common[@]}" --out "$results/production_slices_$slices.json" --work "$WORK/p" \
+      --limit-seconds $(($(inner) / 2)) --ranks "$GPUS" --plans reduce_scatter "qwen3-30b-a3b:$layers:$long" || return 1
+  done
 }
 stage_whole() {
   rm -rf "$WORK/p" "$WORK/checks"

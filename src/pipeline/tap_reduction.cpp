@@ -1,6 +1,8 @@
 // TapSolver's sums over ranks and over experts.
 #include <algorithm>
 #include <cstdlib>
+#include <string>
+#include <string_view>
 
 #include "core/error.hpp"
 #include "pipeline/tap_solver.hpp"
@@ -8,18 +10,22 @@
 namespace shardq {
 namespace {
 
-/// SHARDQ_REDUCE_SLICES: how many collectives the sums of a stack leave in, 0: in one, and not before all are complete.
-/// For comparison, and a way out.  Every rank must hold the same value.
-std::optional<int64_t> asked_slices() {
+/// SHARDQ_REDUCE_SLICES=N or auto: the sums of a stack leave in N collectives, beginning while the last chunk is added.
+/// Unset or 0: in one, once all are complete, which stays the rule until GPUs have shown that the other gains.  Every
+/// rank must hold the same value.
+std::string asked_slices() {
   const char* text = std::getenv("SHARDQ_REDUCE_SLICES");
-  return text ? std::optional(std::max<int64_t>(0, std::atoll(text))) : std::nullopt;
+  return text && std::string_view(text) != "0" ? text : "";
 }
 
-/// Pieces of at least 64 MiB, which links carry at full rate; more than four would hide little more, and more than the
-/// matrices of an owner would be empty.
+/// auto: pieces of at least 64 MiB, which links carry at full rate; more than four would hide little more, and more
+/// than the matrices of an owner would be empty.
 int64_t slices_for(int64_t triangle_bytes, int64_t matrices_of_owner) {
   constexpr int64_t kLeastBytes = int64_t{64} << 20, kMost = 4;
-  const int64_t wanted = asked_slices().value_or(std::min(triangle_bytes / kLeastBytes, kMost));
+  const std::string asked = asked_slices();
+  const int64_t wanted = asked.empty()     ? 1
+                         : asked == "auto" ? std::min(triangle_bytes / kLeastBytes, kMost)
+                                           : std::atoll(asked.c_str());
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, matrices_of_owner));
 }
 
@@ -80,7 +86,7 @@ TapSolver::Reduction TapSolver::reduction(Tap tap, Range wave) const {
 
 bool TapSolver::leaves_early(Tap tap, Range wave) const {
   return job_.host.size() > 1 && !job_.reproducible && !owned(tap) && wave.size() > 1 && !shared_hessian(tap) &&
-         job_.recipe.experts == ExpertTokens::routed && asked_slices() != 0;
+         job_.recipe.experts == ExpertTokens::routed && !asked_slices().empty();
 }
 
 void TapSolver::prepare_sending(TapHessian& hessian) {

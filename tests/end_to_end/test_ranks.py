@@ -115,7 +115,7 @@ class Ranks(ProgramTest):
             few = (*plain[:2], "--set", "calibration.chunk_tokens=128", "--set", f"calibration.max_samples={samples}", "--set", f"parallel.reduce={plan}",
                    "--set", "watchdog_seconds=20")  # fmt: skip
             once = self.job(f"few{ranks}", *few, ranks=ranks, environment={"SHARDQ_REDUCE_SLICES": "0"})
-            for slices in ("1", "3"):
+            for slices in ("1", "3", "auto"):
                 self.assert_same(once, self.job(f"few{ranks}.{slices}", *few, ranks=ranks, environment={"SHARDQ_REDUCE_SLICES": slices}))
 
     def test_shares_of_the_weights_give_the_same(self):
