@@ -87,6 +87,12 @@ class Loop:
         with open(os.path.join(self.options.scratch, "output"), errors="replace") as file:
             return file.read()[-600:]
 
+    def launcher_hung(self):
+        """A rank that is killed while ranks still connect to mpirun can leave it waiting (PMIx: unreachable), before a line of ours runs."""
+        with open(os.path.join(self.options.scratch, "output"), errors="replace") as file:
+            output = file.read()
+        return "PMIX ERROR: UNREACHABLE" in output and "layer " not in output
+
     def problem(self, what, **more):
         self.result["problems"].append({"what": what, "hit": self.result["hits"], "output": self.output_tail(), **more})
 
@@ -128,7 +134,9 @@ class Loop:
         begin = time.monotonic()
         code = self.wait(process, self.options.end_limit)
         self.result["slowest end s"] = round(max(self.result["slowest end s"], time.monotonic() - begin), 2)
-        if code is None:
+        if code is None and self.launcher_hung():
+            self.result["launcher hung at start"] = self.result.get("launcher hung at start", 0) + 1
+        elif code is None:
             self.problem(f"did not end in {self.options.end_limit} s after a {self.options.mode}")
         return code, True
 
