@@ -16,15 +16,14 @@
 // Work: tiles in order of (sequence, queries from the last backwards, head): heads that share K and V run side by side,
 // and the blocks that start last are the light ones. Tiles of keys with nothing visible to a warp are skipped.
 #include <algorithm>
-#include <cstdlib>
 #include <numeric>
-#include <string_view>
 #include <vector>
 
 #include "kernels/cuda/attention.cuh"
 #include "kernels/cuda/cuda_state.hpp"
-#include "kernels/cuda/reduce.cuh"
+#include "kernels/cuda/environment_choice.hpp"
 #include "kernels/cuda/instructions.cuh"
+#include "kernels/cuda/reduce.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace shardq {
@@ -304,8 +303,7 @@ void run_plan(CudaBackend::State& state, const AttentionInput<BFloat16>& input, 
 #ifdef SHARDQ_WITH_SM90A
 /// SHARDQ_ATTENTION=portable keeps to this file's kernel, so that both can be tested and timed on one card.
 bool portable_only() {
-  const char* choice = std::getenv("SHARDQ_ATTENTION");
-  return choice != nullptr && std::string_view(choice) == "portable";
+  return environment_says("SHARDQ_ATTENTION", "portable");
 }
 #endif
 

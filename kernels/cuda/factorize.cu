@@ -11,11 +11,10 @@
 // triangle was mirrored into the upper one (which is nobody's): gathering columns from a triangle would cost a 32-byte
 // sector an element.
 #include <algorithm>
-#include <cstdlib>
-#include <string_view>
 
 #include "kernels/cuda/cholesky.hpp"
 #include "kernels/cuda/cuda_state.hpp"
+#include "kernels/cuda/environment_choice.hpp"
 
 namespace shardq {
 namespace {
@@ -209,8 +208,7 @@ void factorize_by_library(CudaBackend::State& state, const Batch& batch, std::sp
 
 /// SHARDQ_FACTOR=library takes cuSOLVER for stacks too: for comparison, and a way out.
 bool library_is_wanted() {
-  const char* choice = std::getenv("SHARDQ_FACTOR");
-  return choice != nullptr && std::string_view(choice) == "library";
+  return environment_says("SHARDQ_FACTOR", "library");
 }
 
 }  // namespace

@@ -3,11 +3,10 @@
 // cuBLAS knows column-major matrices only. A row-major matrix read that way is its transpose, so y = x w^T is asked for
 // as y^T = (w^T)^T x^T: first operand w, transposed; second operand x.
 #include <algorithm>
-#include <cstdlib>
-#include <string_view>
 
 #include "kernels/cuda/block_update.hpp"
 #include "kernels/cuda/cuda_state.hpp"
+#include "kernels/cuda/environment_choice.hpp"
 #include "kernels/cuda/vector.cuh"
 
 namespace shardq {
@@ -122,8 +121,7 @@ __global__ void __launch_bounds__(kThreads)
 
 /// SHARDQ_UPDATE=library takes cuBLAS in fp32 for block updates: for comparison, and a way out.
 bool library_update_is_wanted() {
-  const char* choice = std::getenv("SHARDQ_UPDATE");
-  return choice != nullptr && std::string_view(choice) == "library";
+  return environment_says("SHARDQ_UPDATE", "library");
 }
 
 }  // namespace

@@ -8,10 +8,9 @@
 // tokens go through one accumulator, which keeps the relative error below 1e-5; the rest is added in ordinary fp32.
 // Experts' counts are ragged: see planned_gemm.hpp.
 #include <algorithm>
-#include <cstdlib>
-#include <string_view>
 
 #include "kernels/cuda/cuda_state.hpp"
+#include "kernels/cuda/environment_choice.hpp"
 #ifdef SHARDQ_WITH_SM90A
 #include "kernels/cuda/sm90a/gram_panels.hpp"
 #endif
@@ -80,8 +79,7 @@ void accumulate_on_hopper(State& state, MatrixView x, StackView h, std::span<con
 
 /// SHARDQ_GRAM=portable keeps to cuBLAS, so that both can be tested and timed on one card.
 bool portable_only() {
-  const char* choice = std::getenv("SHARDQ_GRAM");
-  return choice != nullptr && std::string_view(choice) == "portable";
+  return environment_says("SHARDQ_GRAM", "portable");
 }
 #endif
 

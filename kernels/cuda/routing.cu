@@ -8,16 +8,14 @@
 //   scanned per expert over segments and then over experts, (3) the warp walks its segment again in order, 32 slots at
 //   a time, and gives each slot the next place of its expert. Order inside an expert is the order of slots. A radix
 //   sort would move keys and values through memory once per digit and leave the offsets to be searched.
-// gather_rows, dispatch_rows, combine_rows: memory-bound copies in 16-byte words; a combination reads top_k rows a
-// token
-//   in fixed order. Gathering for experts reads a token's row top_k times, far apart, mostly from memory; scattering
-//   reads it once and holds it in registers: (1 + top_k) instead of 2 top_k rows a token, and stores need no waiting.
+// gather_rows, dispatch_rows, combine_rows: memory-bound copies in 16-byte words. Gathering for experts reads a token's
+//   row top_k times, far apart, mostly from memory; scattering reads it once and holds it in registers: (1 + top_k)
+//   instead of 2 top_k rows a token. A combination reads top_k rows a token in fixed order.
 #include <algorithm>
-#include <cstdlib>
-#include <string_view>
 #include <type_traits>
 
 #include "kernels/cuda/cuda_state.hpp"
+#include "kernels/cuda/environment_choice.hpp"
 #include "kernels/cuda/reduce.cuh"
 #include "kernels/cuda/vector.cuh"
 
@@ -215,14 +213,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class Word>
-void launch_gather(MatrixView source, const int32_t* order, int64_t divisor, MatrixView target, cudaStream_t stream) {
-  const int64_t size = size_of(source.dtype), word = sizeof(Word);
-  gather_words<<<static_cast<unsigned>(ceil_div(target.rows, kWarps)), kThreads, 0, stream>>>(
-      source.as<const Word>(), source.stride * size / word, order, static_cast<int>(divisor), target.as<Word>(),
-      target.stride * size / word, target.rows, static_cast<int>(source.cols * size / word));
-}
-
 /// Row r of `source` to rows places[r * copies ...] of `target`; one warp a row, kAhead loads in flight a lane.
 template <class Word>
 __global__ void __launch_bounds__(kThreads)
@@ -248,21 +238,19 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class Word>
-void launch_scatter(MatrixView source, const int32_t* places, int64_t copies, MatrixView target, cudaStream_t stream) {
+/// gather_words or scatter_words; `rows` of that side which a warp owns.
+template <class Word, class Kernel>
+void launch_rows(Kernel kernel, MatrixView source, const int32_t* index, int64_t copies, MatrixView target,
+                 int64_t rows, cudaStream_t stream) {
   const int64_t size = size_of(source.dtype), word = sizeof(Word);
-  scatter_words<<<static_cast<unsigned>(ceil_div(source.rows, kWarps)), kThreads, 0, stream>>>(
-      source.as<const Word>(), source.stride * size / word, places, static_cast<int>(copies), target.as<Word>(),
-      target.stride * size / word, source.rows, static_cast<int>(source.cols * size / word));
+  kernel<<<static_cast<unsigned>(ceil_div(rows, kWarps)), kThreads, 0, stream>>>(
+      source.as<const Word>(), source.stride * size / word, index, static_cast<int>(copies), target.as<Word>(),
+      target.stride * size / word, rows, static_cast<int>(source.cols * size / word));
 }
 
 /// SHARDQ_DISPATCH=scatter writes a token's row to all its places at once; otherwise rows are gathered.
 bool scatters() {
-  static const bool value = [] {
-    const char* choice = std::getenv("SHARDQ_DISPATCH");
-    return choice != nullptr && std::string_view(choice) == "scatter";
-  }();
-  return value;
+  return environment_says("SHARDQ_DISPATCH", "scatter");
 }
 
 /// Calls launch(Word{}) with the widest word that both views are made of.
@@ -374,8 +362,9 @@ void CudaBackend::gather_rows(MatrixView source, const int32_t* order, int64_t d
                safetensors_name(source.dtype), target.cols, safetensors_name(target.dtype), divisor);
   if (target.rows == 0 || target.cols == 0) return;
   state_->use();
-  with_word(source, target,
-            [&]<class Word>(Word) { launch_gather<Word>(source, order, divisor, target, state_->compute); });
+  with_word(source, target, [&]<class Word>(Word) {
+    launch_rows<Word>(gather_words<Word>, source, order, divisor, target, target.rows, state_->compute);
+  });
   SHARDQ_LAUNCHED("gather_rows");
 }
 
@@ -388,8 +377,9 @@ void CudaBackend::dispatch_rows(MatrixView source, const int32_t* order, const i
   if (!scatters()) return gather_rows(source, order, copies, target);
   if (target.rows == 0 || target.cols == 0) return;
   state_->use();
-  with_word(source, target,
-            [&]<class Word>(Word) { launch_scatter<Word>(source, place, copies, target, state_->compute); });
+  with_word(source, target, [&]<class Word>(Word) {
+    launch_rows<Word>(scatter_words<Word>, source, place, copies, target, source.rows, state_->compute);
+  });
   SHARDQ_LAUNCHED("dispatch_rows");
 }
 

@@ -134,7 +134,7 @@ void raise_to_tap(Plan& plan, const Recipe& recipe, const Inputs& inputs, const 
   const int64_t hessian = rtn ? 0 : here * s.cols * s.cols * 4 / waves;
   // Order-free sums: a chunk's triangles and two integers for each of their elements.
   if (order_free(recipe, machine) && !rtn) scratch += here / waves * (s.cols * (s.cols + 1) / 2) * 20;
-  // Otherwise the triangles of a stack set out while its last chunk is added.
+  // Otherwise the triangles of a stack, packed to be sent while a chunk's temporaries are still there.
   else if (!rtn && machine.ranks > 1 && !owned && here > 1)
     scratch += hessian / 2;
   // Residuals and codes of this rank's share (under an activation order a second time, with the weights), codes of all,

@@ -48,7 +48,6 @@ class Run {
   void start_chunks();
   int64_t start_layer();
   void layer(const LayerSpec& layer);
-  bool all_stored(const LayerSpec& layer) const;
   TapResult solve_or_load(TapSolver& solver, LayerForward* forward, const LayerSpec& layer, Tap tap,
                           const StackView& weights, std::vector<TapHessian>& ahead);
   void start_next_reduction(TapSolver& solver, const LayerSpec& layer, Tap tap, std::vector<TapHessian>& ahead);
@@ -254,7 +253,7 @@ void Run::layer(const LayerSpec& layer) {
 
   std::vector<TapHessian> ahead;  // sequential: layer
   const bool by_layer = !rtn() && job_.recipe.sequential == Sequential::layer;
-  if (by_layer && !all_stored(layer)) ahead = solver.accumulate_all(*forward, chunks_);
+  if (by_layer && !stages_.has_all(layer)) ahead = solver.accumulate_all(*forward, chunks_);
 
   for (Tap tap : kTaps) {
     Tensor& stack = weights.taps[static_cast<size_t>(tap)];
@@ -285,11 +284,6 @@ void Run::layer(const LayerSpec& layer) {
     if (!stages_.needs_shard(layer) || !output_.has_shard(layer)) output_.write(layer);
   });
   fault_point("layer_done");
-}
-
-bool Run::all_stored(const LayerSpec& layer) const {
-  return std::ranges::all_of(kTaps,
-                             [&](Tap tap) { return !job_.selection.any(layer, tap) || stages_.has(layer, tap); });
 }
 
 void Run::finish() {
@@ -376,10 +370,9 @@ ExitCode run_quantize(const Recipe& asked, Backend& backend, Communicator& host,
     fit = fit_to_memory(recipe, inputs, machine, reduce);
   });
 
-  const bool had_work = recipe.resume != ResumeMode::never && StageStore::peek_fingerprint(work).has_value();
-  SHARDQ_CHECK(had_work || recipe.resume != ResumeMode::require, ExitCode::usage,
+  const bool resuming = recipe.resume != ResumeMode::never && StageStore::peek_fingerprint(work).has_value();
+  SHARDQ_CHECK(resuming || recipe.resume != ResumeMode::require, ExitCode::usage,
                "--resume require: {} holds no run to resume", work.string());
-  const bool resuming = had_work;
   host.barrier();  // everyone has looked before rank 0 changes anything
   std::unique_ptr<StageStore> store;
   agree(host, [&] {

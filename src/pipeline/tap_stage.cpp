@@ -77,6 +77,10 @@ TapStages::TapStages(Job& job, StageStore& store, LayerOutput& output) : job_(jo
   }
 }
 
+bool TapStages::has_all(const LayerSpec& layer) const {
+  return std::ranges::all_of(kTaps, [&](Tap tap) { return !job_.selection.any(layer, tap) || has(layer, tap); });
+}
+
 bool TapStages::needs_shard(const LayerSpec& layer) const {
   return std::ranges::any_of(kTaps, [&](Tap tap) {
     const auto found = stored_.find(name(layer, tap));

@@ -25,6 +25,8 @@ class TapStages {
   static std::string name(const LayerSpec& layer, Tap tap);
 
   bool has(const LayerSpec& layer, Tap tap) const { return stored_.contains(name(layer, tap)); }
+  /// Every tap of the layer that is to be quantized.
+  bool has_all(const LayerSpec& layer) const;
   /// Whether codes of the layer are read from its output shard.
   bool needs_shard(const LayerSpec& layer) const;
   /// A stored tap, whoever and however many wrote it, with its outcomes.
