@@ -43,7 +43,8 @@ cd "$root"
 
 # ---- what a run is -----------------------------------------------------------------------------------
 export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-arguments=(configs/mini-moe.yaml --device cpu --set calibration.max_samples=32)
+# tap_seconds: stages are waited for, and shards would take their place.
+arguments=(configs/mini-moe.yaml --device cpu --set calibration.max_samples=32 --set checkpoint.tap_seconds=0)
 paths() { echo --output "$dir/$1" --work "$dir/$1.work"; }
 log() { echo "$dir/$1.log"; }
 
